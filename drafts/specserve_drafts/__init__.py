@@ -1,0 +1,1 @@
+"""Drafters: they only ever suggest."""

@@ -1,0 +1,181 @@
+"""Frozen values that cross boundaries. Pure Python: the scheduler imports this module.
+
+request (asked) -> Request; sequence (running) lives in sequence.py; BatchPlan goes to the worker
+thread, StepResult comes back, TokenChunk leaves through a RequestStream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+VerifyRule = Literal["replay", "rejection"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen and when a sequence ends. Names and meanings follow vLLM.
+
+    Values are validated by `validate.check_sampling_params`, never here: a Struct is data.
+    """
+
+    n: int = 1
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    max_tokens: int | None = 16  # None: as many as fit
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # None: none; n: the chosen token's and the n best
+
+
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """Per-request choice; None means the server's default."""
+
+    drafter: str | None = None
+    max_draft_tokens: int | None = None
+    verify: VerifyRule | None = None
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A validated request for one sequence (n > 1 is n Requests). Every choice is resolved."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams  # max_tokens is an int here
+    seed: int  # resolved: params.seed, or one drawn by the server
+    drafter: str
+    max_draft_tokens: int
+    verify: VerifyRule
+    stop_ids: frozenset[int] = frozenset()  # EOS ids (unless ignored) and stop_token_ids
+    eos_ids: frozenset[int] = frozenset()  # masked while min_tokens is not reached, with stop_ids
+    priority: int = 0  # lower runs first
+    cache_salt: str = ""
+    arrival_time: float = 0.0  # time.time(), seconds
+    traceparent: str | None = None  # W3C, of the span that the request's spans belong to
+
+    @property
+    def max_tokens(self) -> int:
+        assert self.params.max_tokens is not None
+        return self.params.max_tokens
+
+
+class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence's part of a step.
+
+    The step computes positions start .. start+num_tokens-1 of known tokens, then up to
+    max_draft_tokens guesses. `history` is the sequence's own list, all known tokens, read only
+    while the step runs (the loop writes it in commit, never during execute).
+    """
+
+    seq_id: int
+    request: Request
+    history: Seq[int]
+    start: int  # target KV length before the step
+    num_tokens: int  # known tokens computed in this step
+    max_draft_tokens: int  # K of this row; 0: no speculation
+    samples: bool  # the last known token's logits choose a token
+    block_table: tuple[int, ...]
+    draft_kv_len: int  # KV length of the row's drafter, a prefix of history
+
+
+class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step does. An empty plan is a plan."""
+
+    step_idx: int
+    rows: tuple[RowPlan, ...]
+    released: tuple[int, ...] = ()  # seq ids finished or preempted since the last plan: forget them
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Of the target's unprocessed distribution, natural logarithm."""
+
+    logprob: float  # of the emitted token
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
+
+
+class RowResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one row produced, before stop conditions.
+
+    token_ids holds the accepted guesses in order and then one recovered or bonus token; empty for
+    a prefill chunk that is not the last. `error` ends this request alone.
+    """
+
+    seq_id: int
+    token_ids: tuple[int, ...] = ()
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    draft_kv_len: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    drafter: str = "none"
+    error: str | None = None
+
+
+class StepTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds since the epoch (time.time) at which each phase of a step began and ended."""
+
+    draft_start: float
+    forward_start: float
+    verify_start: float
+    end: float
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    rows: tuple[RowResult, ...]
+    timings: StepTimings
+
+
+class SpecStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's speculation, counted after stop trimming. `spec` steps are those with drafts."""
+
+    drafters: tuple[str, ...] = ()  # used, in order of first use
+    max_draft_tokens: int = 0  # K asked for
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_spec_emitted_tokens: int = 0  # tokens those steps emitted, the extra one included
+    num_steps: int = 0  # target steps that emitted a token, with or without drafts
+    per_step_drafted: tuple[int, ...] = ()
+    per_step_accepted: tuple[int, ...] = ()
+
+
+class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """time.time() of each event; None: has not happened."""
+
+    arrival: float
+    scheduled: float | None = None  # first admitted to a step
+    first_token: float | None = None
+    finished: float | None = None
+
+
+class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stream yields. Chunks coalesce when the reader is slow: they only ever add up.
+
+    The last chunk has finish_reason and stats. `error` is set with finish_reason "error".
+    """
+
+    request_id: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or token id that ended it
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_output_tokens: int = 0  # so far
+    num_preemptions: int = 0
+    stats: SpecStats | None = None
+    times: RequestTimes | None = None
+    error: str | None = None
