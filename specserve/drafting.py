@@ -68,7 +68,7 @@ def chain(token_ids: Seq[int], *, probs: Tensor | None = None, kv_len: int = 0) 
 
 
 class Drafter(Protocol):
-    """name: as in `--drafters` and in every metric. keeps_kv: asks for catch-up rows (K = 0) too."""
+    """name: as in `--drafters` and in every metric; keeps_kv: wants catch-up rows (K = 0)."""
 
     @property
     def name(self) -> str: ...

@@ -138,7 +138,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpecStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One request's speculation, counted after stop trimming. `spec` steps are those with drafts."""
+    """One request's speculation, counted after stop trimming; `spec` steps have drafts."""
 
     drafters: tuple[str, ...] = ()  # used, in order of first use
     max_draft_tokens: int = 0  # K asked for

@@ -6,10 +6,10 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 import torch
-from specserve_kernels.interface import PagedBatch
 from torch import Tensor
 
 from specserve.kv_cache import KVCache
+from specserve_kernels.interface import PagedBatch
 
 
 class CausalLM(Protocol):
