@@ -1,0 +1,281 @@
+"""Who computes what in the next step. Pure Python; runs on the event loop in microseconds.
+
+One token budget, no prefill and decode modes: decode rows first, then guesses to verify, then
+prefill chunks with what is left. Slots are reserved only for tokens this step may write; lookahead
+is given up before anybody is preempted and never evicts a reusable prefix.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence as Seq
+
+import msgspec
+
+from specserve.block_pool import BlockPool
+from specserve.config import EngineConfig
+from specserve.sequence import Sequence, Status
+from specserve.types import BatchPlan, Request, RowPlan
+
+
+class _Row(msgspec.Struct):
+    """A row while the plan is being made."""
+
+    seq: Sequence
+    num_tokens: int
+    num_draft_tokens: int = 0
+
+
+class Scheduler:
+    """Owns sequences, the two queues and the pool. plan() and commit_row() alternate."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.running: list[Sequence] = []  # in order of Sequence.order
+        self.num_waiting = 0
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap; aborted ones linger
+        self._sequences: dict[int, Sequence] = {}
+        self._next_id = 0
+        self._step_idx = 0
+        self._released: list[int] = []
+        self.num_preempted_last = 0
+
+    # ---- queue ---------------------------------------------------------------------------
+
+    def add(self, request: Request) -> Sequence:
+        seq = Sequence(self._next_id, request, arrival_idx=self._next_id)
+        self._next_id += 1
+        self._sequences[seq.seq_id] = seq
+        self._enqueue(seq)
+        return seq
+
+    def get(self, seq_id: int) -> Sequence | None:
+        return self._sequences.get(seq_id)
+
+    def finish(self, seq: Sequence) -> None:
+        """Ends a sequence wherever it is (done, aborted, failed); finishing twice is fine."""
+        if seq.status is Status.FINISHED:
+            return
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+            self._release_blocks(seq)
+        else:
+            self.num_waiting -= 1
+        seq.status = Status.FINISHED
+        del self._sequences[seq.seq_id]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or self.num_waiting > 0
+
+    def check(self) -> None:
+        """Raise AssertionError where the invariants do not hold (tests, idle engine)."""
+        self.pool.check(seq.block_table for seq in self.running)
+
+    # ---- plan ----------------------------------------------------------------------------
+
+    def plan(self) -> BatchPlan:
+        """Choose the next step's rows and reserve their slots."""
+        self.num_preempted_last = 0
+        rows: dict[int, _Row] = {}
+        budget = self.config.max_num_batched_tokens
+        budget -= self._plan_decode(rows)
+        budget -= self._plan_drafts(rows, budget)
+        budget -= self._plan_prefill(rows, budget)
+        if self.num_preempted_last == 0:
+            self._admit(rows, budget)
+        released, self._released = tuple(self._released), []
+        self._step_idx += 1
+        return BatchPlan(
+            step_idx=self._step_idx,
+            rows=tuple(self._freeze(row) for row in rows.values()),
+            released=released,
+        )
+
+    def _plan_decode(self, rows: dict[int, _Row]) -> int:
+        for seq in list(self.running):
+            decoding = seq.status is Status.RUNNING and seq.num_uncomputed_tokens == 1
+            if decoding and self._make_room(seq, 1, rows):
+                rows[seq.seq_id] = _Row(seq, 1)
+        return len(rows)
+
+    def _plan_drafts(self, rows: dict[int, _Row], budget: int) -> int:
+        prefill_waits = self.num_waiting > 0 or len(rows) < len(self.running)
+        # Guesses may not starve prompts: while one waits, they take at most half of what is left.
+        share = budget // 2 if prefill_waits else budget
+        used = 0
+        for row in rows.values():
+            seq = row.seq
+            wanted = min(seq.request.max_draft_tokens, seq.num_remaining_tokens - 1, share - used)
+            wanted = min(wanted, self._free_slots_after(seq, 1))
+            if seq.request.drafter == "none" or wanted <= 0:
+                continue
+            self._extend(seq, 1 + wanted)
+            row.num_draft_tokens = wanted
+            used += wanted
+        return used
+
+    def _plan_prefill(self, rows: dict[int, _Row], budget: int) -> int:
+        used = 0
+        for seq in list(self.running):
+            if seq.status is not Status.RUNNING or seq.num_uncomputed_tokens <= 1:
+                continue
+            chunk = min(seq.num_uncomputed_tokens, budget - used, self.config.max_prefill_chunk)
+            if chunk <= 0:
+                break
+            if self._make_room(seq, chunk, rows):
+                rows[seq.seq_id] = _Row(seq, chunk)
+                used += chunk
+        return used
+
+    def _admit(self, rows: dict[int, _Row], budget: int) -> None:
+        while budget > 0 and len(self.running) < self.config.max_num_seqs:
+            seq = self._peek_waiting()
+            if seq is None:
+                return
+            hits = self._prefix_hits(seq)
+            if not self._fits(seq, hits):
+                seq.wait_reason = "kv_capacity"
+                return  # no overtaking: the next one would starve it
+            heapq.heappop(self._waiting)
+            self.num_waiting -= 1
+            self._start(seq, hits)
+            chunk = min(seq.num_uncomputed_tokens, budget, self.config.max_prefill_chunk)
+            self._extend(seq, chunk)
+            rows[seq.seq_id] = _Row(seq, chunk)
+            budget -= chunk
+
+    def _freeze(self, row: _Row) -> RowPlan:
+        seq = row.seq
+        return RowPlan(
+            seq_id=seq.seq_id,
+            request=seq.request,
+            history=seq.token_ids,
+            start=seq.num_computed_tokens,
+            num_tokens=row.num_tokens,
+            max_draft_tokens=row.num_draft_tokens,
+            samples=seq.num_computed_tokens + row.num_tokens == seq.num_tokens,
+            block_table=tuple(seq.block_table),
+            draft_kv_len=seq.draft_kv_len,
+        )
+
+    # ---- commit --------------------------------------------------------------------------
+
+    def commit_row(self, row: RowPlan, token_ids: Seq[int], draft_kv_len: int) -> None:
+        """Append what survived the stop conditions, and keep exactly the KV that is valid.
+
+        token_ids: emitted and kept; all but the last have KV (they were accepted guesses).
+        """
+        seq = self._sequences.get(row.seq_id)
+        if seq is None or seq.status is not Status.RUNNING:
+            return
+        seq.token_ids.extend(token_ids)
+        seq.num_computed_tokens = row.start + row.num_tokens + max(0, len(token_ids) - 1)
+        seq.draft_kv_len = min(draft_kv_len, seq.num_computed_tokens)
+        self._trim(seq)
+        if self.config.enable_prefix_caching:
+            self._register(seq, row.start)
+
+    def _trim(self, seq: Sequence) -> None:
+        """Return the blocks that only rejected guesses used."""
+        keep = self.pool.blocks_for(seq.num_computed_tokens)
+        surplus = seq.block_table[keep:]
+        del seq.block_table[keep:]
+        self.pool.release(surplus)
+
+    def _register(self, seq: Sequence, computed_before: int) -> None:
+        size = self.config.block_size
+        num_full = seq.num_computed_tokens // size
+        hashes = seq.block_hashes(num_full, size)
+        for at in range(computed_before // size, num_full):
+            self.pool.register(seq.block_table[at], hashes[at])
+        self.pool.mark_filled(seq.block_table[: seq.draft_kv_len // size], seq.request.drafter)
+
+    # ---- blocks --------------------------------------------------------------------------
+
+    def _blocks_missing(self, seq: Sequence, num_new: int) -> int:
+        needed = self.pool.blocks_for(seq.num_computed_tokens + num_new)
+        return max(0, needed - len(seq.block_table))
+
+    def _extend(self, seq: Sequence, num_new: int) -> None:
+        seq.block_table += self.pool.allocate(self._blocks_missing(seq, num_new))
+
+    def _free_slots_after(self, seq: Sequence, num_new: int) -> int:
+        """Slots for guesses beyond num_new tokens, using only blocks that hold nothing."""
+        owned = len(seq.block_table) + self.pool.num_free
+        return owned * self.config.block_size - seq.num_computed_tokens - num_new
+
+    def _make_room(self, seq: Sequence, num_new: int, rows: dict[int, _Row]) -> bool:
+        """Reserve slots, preempting the lowest-priority newest others; False: seq must wait."""
+        while self._blocks_missing(seq, num_new) > self.pool.num_available:
+            victim = self.running[-1]
+            if victim is seq:
+                if len(self.running) > 1 and seq.num_uncomputed_tokens > 1:
+                    return False  # a prompt waits for others to finish, keeping what it has
+                self._preempt(seq, rows)
+                return False
+            self._preempt(victim, rows)
+        self._extend(seq, num_new)
+        return True
+
+    def _preempt(self, seq: Sequence, rows: dict[int, _Row]) -> None:
+        rows.pop(seq.seq_id, None)
+        self.running.remove(seq)
+        self._release_blocks(seq)
+        seq.num_computed_tokens = 0
+        seq.draft_kv_len = 0
+        seq.num_preemptions += 1
+        seq.wait_reason = "preempted"
+        self.num_preempted_last += 1
+        self._enqueue(seq)
+
+    def _release_blocks(self, seq: Sequence) -> None:
+        self.pool.release(seq.block_table)
+        seq.block_table = []
+        self._released.append(seq.seq_id)
+
+    # ---- admission -----------------------------------------------------------------------
+
+    def _enqueue(self, seq: Sequence) -> None:
+        seq.status = Status.WAITING
+        self.num_waiting += 1
+        heapq.heappush(self._waiting, (seq.order, seq))
+
+    def _peek_waiting(self) -> Sequence | None:
+        while self._waiting and self._waiting[0][1].status is Status.FINISHED:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
+
+    def _prefix_hits(self, seq: Sequence) -> list[int]:
+        if not self.config.enable_prefix_caching:
+            return []
+        # At least one token must be computed: its logits choose the next token.
+        num_full = (seq.num_tokens - 1) // self.config.block_size
+        return self.pool.find(seq.block_hashes(num_full, self.config.block_size))
+
+    def _fits(self, seq: Sequence, hits: list[int]) -> bool:
+        """Whether the whole of seq fits beside what running prompts still need."""
+        if not self.running:
+            return True  # admission.py has checked that any one sequence fits the pool
+        num_tokens = seq.num_tokens + 1
+        if seq.num_preemptions:
+            # It would only be thrown out again: wait until its longest form fits.
+            num_tokens = seq.num_prompt_tokens + seq.request.max_tokens
+        promised = sum(
+            self._blocks_missing(other, other.num_uncomputed_tokens) for other in self.running
+        )
+        available = self.pool.num_available - self.pool.num_evictable(hits) - promised
+        return self.pool.blocks_for(num_tokens) - len(hits) <= available
+
+    def _start(self, seq: Sequence, hits: list[int]) -> None:
+        size = self.config.block_size
+        self.pool.acquire_cached(hits)
+        seq.block_table = list(hits)
+        seq.num_computed_tokens = len(hits) * size
+        seq.draft_kv_len = self.pool.num_filled(hits, seq.request.drafter) * size
+        if seq.num_preemptions == 0:
+            seq.num_cached_tokens = seq.num_computed_tokens
+        seq.status = Status.RUNNING
+        self.running.append(seq)
+        self.running.sort(key=lambda other: other.order)

@@ -1,0 +1,68 @@
+"""A running request: its tokens, its blocks, how much of it is computed. Written by Scheduler."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from specserve.block_pool import chain_hash, chain_root
+from specserve.types import Request
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """num_computed_tokens (the target's KV length) catches up with num_tokens; nothing else does.
+
+    Prefill, decode, recompute after preemption are all the same catching up.
+    """
+
+    def __init__(self, seq_id: int, request: Request, arrival_idx: int) -> None:
+        self.seq_id = seq_id
+        self.request = request
+        self.arrival_idx = arrival_idx
+        self.status = Status.WAITING
+        self.token_ids: list[int] = list(request.prompt_ids)
+        self.num_prompt_tokens = len(request.prompt_ids)
+        self.num_computed_tokens = 0
+        self.draft_kv_len = 0
+        self.block_table: list[int] = []
+        self.num_cached_tokens = 0  # of the prompt, at first admission
+        self.num_preemptions = 0
+        self.wait_reason = "admission"
+        self._hashes: list[bytes] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """How many more tokens it may emit."""
+        return self.request.max_tokens - self.num_output_tokens
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: lower priority value, then earlier arrival."""
+        return (self.request.priority, self.arrival_idx)
+
+    def block_hashes(self, num_blocks: int, block_size: int) -> list[bytes]:
+        """Hash chain of the first num_blocks full blocks of known tokens; computed once each."""
+        while len(self._hashes) < num_blocks:
+            at = len(self._hashes)
+            parent = self._hashes[-1] if at else chain_root(cache_salt=self.request.cache_salt)
+            block = self.token_ids[at * block_size : (at + 1) * block_size]
+            assert len(block) == block_size
+            self._hashes.append(chain_hash(parent, block))
+        return self._hashes[:num_blocks]
