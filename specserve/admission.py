@@ -87,8 +87,7 @@ def make_requests(
             param="cache_salt",
         )
     max_tokens = _resolve_max_tokens(params.max_tokens, len(prompt_ids), limits)
-    spec = _resolve_speculation(speculation or Speculation(), limits)
-    assert spec.drafter is not None and spec.max_draft_tokens is not None and spec.verify
+    drafter, num_draft_tokens, verify = _resolve_speculation(speculation or Speculation(), limits)
     seed = secrets.randbits(63) if params.seed is None else params.seed
     stop_ids = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
@@ -100,9 +99,9 @@ def make_requests(
             params=msgspec.structs.replace(params, max_tokens=max_tokens),
             # Wraps as a 64-bit counter does.
             seed=(seed + i + 2**63) % 2**64 - 2**63,
-            drafter=spec.drafter,
-            max_draft_tokens=spec.max_draft_tokens,
-            verify=spec.verify,
+            drafter=drafter,
+            max_draft_tokens=num_draft_tokens,
+            verify=verify,
             stop_ids=stop_ids,
             eos_ids=limits.eos_ids,
             priority=priority,
@@ -219,7 +218,7 @@ def _resolve_max_tokens(max_tokens: int | None, prompt_len: int, limits: Limits)
     return resolved
 
 
-def _resolve_speculation(asked: Speculation, limits: Limits) -> Speculation:
+def _resolve_speculation(asked: Speculation, limits: Limits) -> tuple[str, int, VerifyRule]:
     drafter = limits.default_drafter if asked.drafter is None else asked.drafter
     if drafter not in limits.drafters:
         known = ", ".join(limits.drafters)
@@ -238,4 +237,4 @@ def _resolve_speculation(asked: Speculation, limits: Limits) -> Speculation:
     if num_tokens is None:
         num_tokens = limits.default_draft_tokens
     _check_int("speculation.max_draft_tokens", num_tokens, 0, limits.max_draft_tokens)
-    return Speculation(drafter=drafter, max_draft_tokens=num_tokens, verify=verify)
+    return drafter, num_tokens, verify

@@ -1,0 +1,201 @@
+"""What the engine remembers of one running request, and the record and chunks made from it."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from specserve.output import OutputProcessor, Stop
+from specserve.sequence import Sequence
+from specserve.stream import RequestStream
+from specserve.types import (
+    FinishReason,
+    Request,
+    RequestTimes,
+    RowPlan,
+    RowResult,
+    SpecStats,
+    TokenChunk,
+)
+from specserve_observability.records import PrefillChunk, QueuePeriod, RequestRecord, RowRecord
+
+
+class LiveRequest:
+    """One writer: the engine's loop. Counts are after stop trimming, each token counted once."""
+
+    def __init__(
+        self, request: Request, seq: Sequence, output: OutputProcessor, stream: RequestStream
+    ) -> None:
+        self.request = request
+        self.seq = seq
+        self.output = output
+        self.stream = stream
+        self.decode_span_id = secrets.token_hex(8)
+        self._waiting_since: float | None = request.arrival_time
+        self._queue: list[QueuePeriod] = []
+        self._prefill: list[PrefillChunk] = []
+        self._first_token: float | None = None
+        self._last_token: float | None = None
+        self._scheduled: float | None = None
+        self._inter_token: list[float] = []
+        self._drafters: list[str] = []
+        self._per_step_drafted: list[int] = []
+        self._per_step_accepted: list[int] = []
+        self._spec_emitted = 0
+        self._num_steps = 0
+
+    # ---- events --------------------------------------------------------------------------
+
+    def on_scheduled(self, now: float) -> None:
+        if self._waiting_since is None:
+            return
+        self._queue.append(QueuePeriod(self._waiting_since, now, self.seq.wait_reason))
+        self._waiting_since = None
+        if self._scheduled is None:
+            self._scheduled = now
+
+    def on_preempted(self, now: float) -> None:
+        if self._waiting_since is None:
+            self._waiting_since = now
+
+    def on_row(
+        self, row: RowPlan, result: RowResult, start: float, end: float
+    ) -> tuple[list[int], Stop | None, RowRecord]:
+        """Apply one row's result: tokens kept, the stop if there is one, the row's record."""
+        kept: list[int] = []
+        stop: Stop | None = None
+        for token_id in result.token_ids:
+            kept.append(token_id)
+            stop = self.output.push(token_id)
+            if stop is not None:
+                break
+        accepted = min(result.num_accepted, len(kept))
+        if not row.samples or row.num_tokens > 1 or self._first_token is None:
+            self._prefill.append(PrefillChunk(start, end, row.num_tokens))
+        if kept:
+            self._count(result, kept, accepted, end)
+        record = RowRecord(
+            self.request.request_id,
+            self._traceparent_of_decode(),
+            result.drafter,
+            row.num_tokens,
+            result.num_draft_tokens,
+            accepted,
+            len(kept),
+        )
+        return kept, stop, record
+
+    def _count(self, result: RowResult, kept: list[int], accepted: int, now: float) -> None:
+        self._num_steps += 1
+        if self._first_token is None:
+            self._first_token = now
+        elif self._last_token is not None:
+            gap = (now - self._last_token) / len(kept)
+            self._inter_token.extend([gap] * len(kept))
+        self._last_token = now
+        if not result.num_draft_tokens:
+            return
+        if result.drafter not in self._drafters:
+            self._drafters.append(result.drafter)
+        self._per_step_drafted.append(result.num_draft_tokens)
+        self._per_step_accepted.append(accepted)
+        self._spec_emitted += len(kept)
+
+    # ---- what leaves ---------------------------------------------------------------------
+
+    def chunk(self, token_ids: list[int], result: RowResult | None) -> TokenChunk:
+        return TokenChunk(
+            request_id=self.request.request_id,
+            text=self.output.take_text(),
+            token_ids=tuple(token_ids),
+            logprobs=result.logprobs[: len(token_ids)] if result else (),
+            num_prompt_tokens=self.seq.num_prompt_tokens,
+            num_cached_tokens=self.seq.num_cached_tokens,
+            num_output_tokens=self.output.num_output_tokens,
+            num_preemptions=self.seq.num_preemptions,
+        )
+
+    def last_chunk(
+        self,
+        token_ids: list[int],
+        result: RowResult | None,
+        finish_reason: FinishReason,
+        now: float,
+        *,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+    ) -> TokenChunk:
+        return msgspec.structs.replace(
+            self.chunk(token_ids, result),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            stats=self._stats(),
+            times=RequestTimes(
+                arrival=self.request.arrival_time,
+                scheduled=self._scheduled,
+                first_token=self._first_token,
+                finished=now,
+            ),
+            error=error,
+        )
+
+    def record(
+        self, model: str, finish_reason: FinishReason, now: float, error: str | None
+    ) -> RequestRecord:
+        queue = list(self._queue)
+        if self._waiting_since is not None:
+            queue.append(QueuePeriod(self._waiting_since, now, self.seq.wait_reason))
+        stats = self._stats()
+        return RequestRecord(
+            request_id=self.request.request_id,
+            traceparent=self.request.traceparent,
+            decode_span_id=self.decode_span_id,
+            model=model,
+            arrival=self.request.arrival_time,
+            first_token=self._first_token,
+            finished=now,
+            queue=tuple(queue),
+            prefill=tuple(self._prefill),
+            num_prompt_tokens=self.seq.num_prompt_tokens,
+            num_cached_tokens=self.seq.num_cached_tokens,
+            num_output_tokens=self.output.num_output_tokens,
+            num_preemptions=self.seq.num_preemptions,
+            finish_reason=finish_reason,
+            drafters=stats.drafters,
+            num_spec_steps=stats.num_spec_steps,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_draft_tokens=stats.num_accepted_draft_tokens,
+            num_steps=stats.num_steps,
+            drafted_per_position=at_each_position(self._per_step_drafted),
+            accepted_per_position=at_each_position(self._per_step_accepted),
+            inter_token_seconds=tuple(self._inter_token),
+            error=error,
+        )
+
+    def _stats(self) -> SpecStats:
+        return SpecStats(
+            drafters=tuple(self._drafters),
+            max_draft_tokens=self.request.max_draft_tokens,
+            num_spec_steps=len(self._per_step_drafted),
+            num_draft_tokens=sum(self._per_step_drafted),
+            num_accepted_draft_tokens=sum(self._per_step_accepted),
+            num_spec_emitted_tokens=self._spec_emitted,
+            num_steps=self._num_steps,
+            per_step_drafted=tuple(self._per_step_drafted),
+            per_step_accepted=tuple(self._per_step_accepted),
+        )
+
+    def _traceparent_of_decode(self) -> str | None:
+        """The W3C traceparent that names this request's decode span, for links from steps."""
+        parent = self.request.traceparent
+        if parent is None:
+            return None
+        version, trace_id, _, flags = parent.split("-")
+        return f"{version}-{trace_id}-{self.decode_span_id}-{flags}"
+
+
+def at_each_position(per_step: list[int]) -> tuple[int, ...]:
+    """How many steps reached each position: [3, 1] -> (2, 1, 1)."""
+    longest = max(per_step, default=0)
+    return tuple(sum(1 for count in per_step if count > at) for at in range(longest))
