@@ -1,0 +1,40 @@
+# The two commands: `make serve` and `make test`. Both install what they need first.
+PYTHON ?= python3
+# Where no GPU is present, PyTorch's CPU wheels save gigabytes: pass their index here if your pip
+# does not find them by itself, e.g. `make serve TORCH_INDEX=<the CPU index on PyTorch's site>`.
+TORCH_INDEX ?=
+ARGS ?=
+BIN := .venv/bin
+
+.PHONY: install serve test test-optimized lint format clean
+
+install: .venv/.installed
+	@$(BIN)/specserve pull demo
+
+.venv/.installed: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v[:2] <= (3, 13) else f"specserve needs Python 3.11 to 3.13, this is {v.major}.{v.minor}: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+serve: install
+	$(BIN)/specserve serve $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest $(ARGS)
+
+test-optimized: install
+	$(BIN)/python -O -m pytest $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format:
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv dist build

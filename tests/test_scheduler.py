@@ -1,0 +1,162 @@
+"""Who computes what: stories and tables over the scheduler, without tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+from specserve.scheduler import Scheduler
+from tests.build import a_config, a_request, run_step, run_until_done
+
+
+def test_a_prompt_is_cut_into_what_decoding_rows_leave_of_the_budget() -> None:
+    scheduler = Scheduler(a_config(budget=6))
+    scheduler.add(a_request(1, name="A", first_token=100))
+    scheduler.add(a_request(1, name="B", first_token=200))
+    run_step(scheduler)
+    scheduler.add(a_request(10, name="C"))
+    table = [{name: row.num_tokens for name, row in run_step(scheduler).items()} for _ in range(3)]
+    assert table == [
+        {"A": 1, "B": 1, "C": 4},
+        {"A": 1, "B": 1, "C": 4},
+        {"A": 1, "B": 1, "C": 2},
+    ]
+
+
+def test_only_the_chunk_that_reaches_the_last_token_samples() -> None:
+    scheduler = Scheduler(a_config(chunk=4))
+    scheduler.add(a_request(9, name="A"))
+    assert [run_step(scheduler)["A"].samples for _ in range(4)] == [False, False, True, True]
+
+
+def test_guesses_are_charged_to_the_budget_and_leave_half_for_a_waiting_prompt() -> None:
+    scheduler = Scheduler(a_config(budget=9))
+    scheduler.add(a_request(1, name="A", drafter="ngram", draft_tokens=7, max_tokens=50))
+    run_step(scheduler)
+    assert run_step(scheduler)["A"].max_draft_tokens == 7
+    scheduler.add(a_request(20, name="B"))
+    rows = run_step(scheduler)
+    assert (rows["A"].max_draft_tokens, rows["B"].num_tokens) == (4, 4)
+
+
+@pytest.mark.parametrize(("max_tokens", "drafted"), [(3, [1]), (4, [2, 1]), (5, [3, 2, 1])])
+def test_guesses_never_reach_past_max_tokens(max_tokens: int, drafted: list[int]) -> None:
+    scheduler = Scheduler(a_config())
+    scheduler.add(a_request(2, name="A", drafter="ngram", draft_tokens=5, max_tokens=max_tokens))
+    run_step(scheduler)
+    seen = []
+    while scheduler.has_work:
+        seen.append(run_step(scheduler)["A"].max_draft_tokens)
+    assert seen == [*drafted, 0]
+
+
+def test_lookahead_shrinks_before_anybody_is_preempted() -> None:
+    scheduler = Scheduler(a_config(blocks=4, block_size=4, prefix_cache=False))
+    scheduler.add(a_request(5, name="A", drafter="ngram", draft_tokens=7, max_tokens=3))
+    scheduler.add(a_request(5, name="B", drafter="ngram", draft_tokens=7, max_tokens=3))
+    run_step(scheduler)
+    rows = run_step(scheduler)
+    assert set(rows) == {"A", "B"}
+    # Two blocks each: five tokens computed, so three slots are left and one is the known token's.
+    assert [row.max_draft_tokens for row in rows.values()] == [1, 1]  # max_tokens leaves one
+
+
+def test_lookahead_never_evicts_a_reusable_prefix() -> None:
+    scheduler = Scheduler(a_config(blocks=4, block_size=4))
+    scheduler.add(a_request(9, name="old", max_tokens=1, first_token=50))
+    run_until_done(scheduler)
+    assert scheduler.pool.num_cached == 2
+    scheduler.add(a_request(3, name="A", drafter="ngram", draft_tokens=15, max_tokens=30))
+    run_step(scheduler)
+    row = run_step(scheduler)["A"]
+    assert row.max_draft_tokens == 2 * 4 - 4  # two free blocks, three tokens known, one new
+    assert scheduler.pool.num_cached == 2
+
+
+def test_the_newest_of_the_lowest_priority_is_preempted_and_everybody_finishes() -> None:
+    scheduler = Scheduler(a_config(blocks=6, block_size=4, prefix_cache=False))
+    first = scheduler.add(a_request(8, name="A", max_tokens=12))
+    second = scheduler.add(a_request(8, name="B", max_tokens=12))
+    steps = run_until_done(scheduler)
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+    assert first.num_output_tokens == second.num_output_tokens == 12
+    assert steps < 40
+
+
+def test_an_urgent_request_overtakes_in_the_queue_and_is_preempted_last() -> None:
+    scheduler = Scheduler(a_config(blocks=6, block_size=4, prefix_cache=False, max_num_seqs=2))
+    relaxed = scheduler.add(a_request(8, name="relaxed", max_tokens=12, priority=5))
+    urgent = scheduler.add(a_request(8, name="urgent", max_tokens=12, priority=-5))
+    assert list(run_step(scheduler)) == ["urgent", "relaxed"]
+    run_until_done(scheduler)
+    assert (urgent.num_preemptions, relaxed.num_preemptions) == (0, 1)
+
+
+def test_two_long_requests_that_fit_only_singly_do_not_throw_each_other_out_for_ever() -> None:
+    scheduler = Scheduler(a_config(blocks=10, block_size=4, prefix_cache=True))
+    first = scheduler.add(a_request(16, name="A", max_tokens=20))
+    second = scheduler.add(a_request(16, name="B", max_tokens=20, first_token=100))
+    run_until_done(scheduler)
+    assert first.num_preemptions + second.num_preemptions <= 2
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    scheduler = Scheduler(a_config(block_size=4))
+    scheduler.add(a_request(11, name="A", max_tokens=2))
+    run_until_done(scheduler)
+    again = scheduler.add(a_request(11, name="B", max_tokens=2))
+    row = run_step(scheduler)["B"]
+    assert (row.start, row.num_tokens, again.num_cached_tokens) == (8, 3, 8)
+
+
+def test_a_prompt_that_is_wholly_cached_still_computes_one_token() -> None:
+    scheduler = Scheduler(a_config(block_size=4))
+    scheduler.add(a_request(8, name="A", max_tokens=2))
+    run_until_done(scheduler)
+    scheduler.add(a_request(8, name="B", max_tokens=2))
+    row = run_step(scheduler)["B"]
+    assert (row.start, row.num_tokens, row.samples) == (4, 4, True)
+
+
+def test_another_salt_never_hits() -> None:
+    scheduler = Scheduler(a_config(block_size=4))
+    scheduler.add(a_request(11, name="A", salt="a", max_tokens=2))
+    run_until_done(scheduler)
+    other = scheduler.add(a_request(11, name="B", salt="b", max_tokens=2))
+    none = scheduler.add(a_request(11, name="C", max_tokens=2))
+    run_until_done(scheduler)
+    assert (other.num_cached_tokens, none.num_cached_tokens) == (0, 0)
+
+
+def test_a_rejected_guess_leaves_no_trace_in_the_prefix_cache() -> None:
+    scheduler = Scheduler(a_config(block_size=4))
+    scheduler.add(a_request(3, name="A", drafter="ngram", draft_tokens=5, max_tokens=3))
+    run_step(scheduler)  # emits the 4th token
+    run_step(scheduler, accepted=0)  # guesses fill the second block and are rejected
+    assert scheduler.pool.num_live == 1  # only rejected guesses were in the second block
+    run_until_done(scheduler)
+    assert scheduler.pool.num_cached == 1  # tokens 0..3; nothing that was guessed
+
+
+def test_a_prefix_hit_tells_which_drafters_have_filled_it() -> None:
+    scheduler = Scheduler(a_config(block_size=4))
+    seq = scheduler.add(a_request(9, name="A", drafter="small", draft_tokens=2, max_tokens=1))
+    row = scheduler.plan().rows[0]
+    scheduler.commit_row(row, [7], 6)  # the drafter has filled one block and a half
+    scheduler.finish(seq)
+    scheduler.add(a_request(9, name="same", drafter="small", draft_tokens=2, max_tokens=1))
+    scheduler.add(a_request(9, name="other", drafter="tiny", draft_tokens=2, max_tokens=1))
+    rows = {row.request.request_id: row for row in scheduler.plan().rows}
+    assert (rows["same"].start, rows["same"].draft_kv_len) == (8, 4)
+    assert (rows["other"].start, rows["other"].draft_kv_len) == (8, 0)
+
+
+def test_aborting_in_any_state_gives_everything_back_and_may_be_repeated() -> None:
+    scheduler = Scheduler(a_config(blocks=8, block_size=4, max_num_seqs=1))
+    running = scheduler.add(a_request(9, name="A", max_tokens=20))
+    waiting = scheduler.add(a_request(9, name="B", max_tokens=20))
+    run_step(scheduler)
+    for seq in (waiting, running, running, waiting):
+        scheduler.finish(seq)
+        scheduler.check()
+    assert (scheduler.pool.num_live, scheduler.has_work, scheduler.num_waiting) == (0, False, 0)
+    assert scheduler.plan().rows == ()
