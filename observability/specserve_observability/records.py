@@ -78,8 +78,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
-    num_steps: int
+    num_steps: int  # that emitted a token
     drafted_per_position: tuple[int, ...]
     accepted_per_position: tuple[int, ...]
+    num_spec_emitted_tokens: int = 0  # tokens the spec steps emitted, the extra one included
     inter_token_seconds: tuple[float, ...] = ()  # per emitted token after the first
     error: str | None = None

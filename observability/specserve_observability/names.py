@@ -1,0 +1,103 @@
+"""Every span name and attribute key, in one place.
+
+The gen_ai.* conventions are still in development and were renamed before: only this file follows
+them. An own attribute has the name of the metric that counts the same thing, with dots.
+Prompts and completions have no key here, so no span can carry them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# resources
+REQUEST_SERVICE: Final = "specserve"
+ENGINE_SERVICE: Final = "specserve-engine"
+SERVICE_NAME: Final = "service.name"
+SERVICE_VERSION: Final = "service.version"
+SERVICE_INSTANCE_ID: Final = "service.instance.id"
+MODEL_TARGET: Final = "specserve.model.target"
+MODEL_DRAFT: Final = "specserve.model.draft"
+DEVICE: Final = "specserve.device"
+
+# span names, request side; the server span is named "{method} {route}"
+REQUEST: Final = "request"  # root of a request that did not come over HTTP
+TOKENIZE: Final = "tokenize"
+QUEUE: Final = "queue"
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+
+# span names, engine side
+ENGINE_WINDOW: Final = "engine.window"
+ENGINE_STEP: Final = "engine.step"
+PLAN: Final = "plan"
+DRAFT: Final = "draft"
+TARGET_FORWARD: Final = "target_forward"
+VERIFY: Final = "verify"
+COMMIT: Final = "commit"
+REQUEST_OUTCOME: Final = "specserve.request_outcome"  # event on engine.step, one per row
+
+# HTTP semantic conventions (stable)
+HTTP_REQUEST_METHOD: Final = "http.request.method"
+HTTP_ROUTE: Final = "http.route"
+HTTP_RESPONSE_STATUS_CODE: Final = "http.response.status_code"
+URL_PATH: Final = "url.path"
+URL_SCHEME: Final = "url.scheme"
+SERVER_ADDRESS: Final = "server.address"
+SERVER_PORT: Final = "server.port"
+USER_AGENT: Final = "user_agent.original"
+ERROR_TYPE: Final = "error.type"
+
+# GenAI semantic conventions (development)
+GEN_AI_PROVIDER: Final = "gen_ai.provider.name"
+GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
+GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
+GEN_AI_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+GEN_AI_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"  # seconds
+GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+GEN_AI_CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+
+# ours: one request
+REQUEST_ID: Final = "specserve.request.id"
+QUEUE_REASON: Final = "specserve.queue.reason"
+PREFILL_CHUNK: Final = "specserve.prefill.chunk"
+PREFILL_TOKENS: Final = "specserve.prefill.tokens"
+PREFILL_CACHED_TOKENS: Final = "specserve.prefill.cached_tokens"
+PREEMPTIONS: Final = "specserve.preemptions"
+LATENCY_QUEUE: Final = "specserve.latency.queue"  # seconds, as the next three
+LATENCY_PREFILL: Final = "specserve.latency.prefill"
+LATENCY_DECODE: Final = "specserve.latency.decode"
+LATENCY_TTFT: Final = "specserve.latency.ttft"
+DECODE_STEPS: Final = "specserve.decode.steps"
+DECODE_LINKS_DROPPED: Final = "specserve.decode.links_dropped"
+
+# ours: speculation, on decode (sums), on engine.step (sums over rows) and on its outcome events
+SPEC_DRAFTER: Final = "specserve.spec.drafter"
+SPEC_DRAFTERS: Final = "specserve.spec.drafters"
+SPEC_STEPS: Final = "specserve.spec.steps"
+SPEC_DRAFT_TOKENS: Final = "specserve.spec.draft_tokens"
+SPEC_ACCEPTED_TOKENS: Final = "specserve.spec.accepted_tokens"
+SPEC_EMITTED_TOKENS: Final = "specserve.spec.emitted_tokens"
+SPEC_DRAFTED_AT_POSITION: Final = "specserve.spec.drafted_at_position"
+SPEC_ACCEPTED_AT_POSITION: Final = "specserve.spec.accepted_at_position"
+SPEC_ACCEPTANCE_RATE: Final = "specserve.spec.acceptance_rate"
+SPEC_ACCEPTANCE_LENGTH: Final = "specserve.spec.acceptance_length"
+GENERATED_TOKENS: Final = "specserve.generated_tokens"
+
+# ours: the engine
+WINDOW_INDEX: Final = "specserve.window.index"
+WINDOW_STEPS: Final = "specserve.window.steps"
+WINDOW_SAMPLED_STEPS: Final = "specserve.window.sampled_steps"
+STEP_INDEX: Final = "specserve.step.index"
+STEP_KIND: Final = "specserve.step.kind"  # prefill | decode | mixed | empty
+STEP_SAMPLE_REASON: Final = "specserve.step.sample_reason"  # rate | slow | preempted | error
+BATCH_REQUESTS: Final = "specserve.batch.requests"
+BATCH_TOKENS: Final = "specserve.batch.tokens"
+BATCH_PREFILL_TOKENS: Final = "specserve.batch.prefill_tokens"
+BATCH_DECODE_TOKENS: Final = "specserve.batch.decode_tokens"
+BATCH_TOKEN_BUDGET: Final = "specserve.batch.token_budget"  # noqa: S105 - not a password
+REQUESTS_RUNNING: Final = "specserve.requests.running"
+REQUESTS_WAITING: Final = "specserve.requests.waiting"
+KV_BLOCKS_FREE: Final = "specserve.kv.blocks_free"
+KV_BLOCKS_CACHED: Final = "specserve.kv.blocks_cached"
+KV_BLOCKS_LIVE: Final = "specserve.kv.blocks_live"
