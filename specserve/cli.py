@@ -1,0 +1,116 @@
+"""The command line: `specserve serve | generate | pull | loadgen | trace`.
+
+Heavy imports wait until a command needs them, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from specserve import __version__
+from specserve.errors import SpecserveError
+from specserve.options import EngineOptions, ServeOptions, add_option_arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="specserve",
+        description="A streaming LLM server built around speculative decoding.",
+    )
+    parser.add_argument("--version", action="version", version=f"specserve {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a model over HTTP (OpenAI's API)")
+    add_option_arguments(serve, ServeOptions)
+    serve.set_defaults(run=_serve)
+
+    generate = commands.add_parser("generate", help="complete one prompt here, without a server")
+    generate.add_argument("prompt")
+    generate.add_argument("--max-tokens", type=int, default=64)
+    generate.add_argument("--temperature", type=float, default=0.0)
+    generate.add_argument("--seed", type=int, default=None)
+    generate.add_argument("--chat", action="store_true", help="through the model's chat template")
+    add_option_arguments(generate, EngineOptions)
+    generate.set_defaults(run=_generate)
+
+    pull = commands.add_parser("pull", help="fetch a model into the cache: `specserve pull demo`")
+    pull.add_argument("model")
+    pull.set_defaults(run=_pull)
+
+    commands.add_parser("loadgen", help="load a server and measure it (see loadgen --help)")
+    commands.add_parser("trace", help="work with trace files (see trace --help)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    # These two have command lines of their own and import nothing of the engine.
+    if arguments[:1] == ["loadgen"]:
+        from specserve_loadgen.cli import main as loadgen_main
+
+        return loadgen_main(arguments[1:])
+    if arguments[:1] == ["trace"]:
+        from specserve_observability.trace_cli import main as trace_main
+
+        return trace_main(arguments[1:])
+    options = build_parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return run(options)
+    except SpecserveError as error:
+        print(f"specserve: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _options(kind: type[Any], namespace: argparse.Namespace) -> Any:  # one of two Struct types
+    names = kind.__struct_fields__
+    return msgspec.convert({name: getattr(namespace, name) for name in names}, kind)
+
+
+def _serve(namespace: argparse.Namespace) -> int:
+    from specserve.serve import serve
+
+    return serve(_options(ServeOptions, namespace))
+
+
+def _pull(namespace: argparse.Namespace) -> int:
+    from specserve.weights import resolve_model
+
+    print(resolve_model(namespace.model, progress=lambda line: print(line, file=sys.stderr)))
+    return 0
+
+
+def _generate(namespace: argparse.Namespace) -> int:
+    from specserve.llm import LLM
+    from specserve.types import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=namespace.max_tokens, temperature=namespace.temperature, seed=namespace.seed
+    )
+    options = msgspec.structs.asdict(_options(EngineOptions, namespace))
+    with LLM(**options) as llm:
+        if namespace.chat:
+            result = llm.chat([{"role": "user", "content": namespace.prompt}], params)
+        else:
+            result = llm.generate(namespace.prompt, params)
+    output = result[0].outputs[0]
+    print(output.text)
+    stats = output.speculation
+    if stats is not None and stats.num_steps:
+        print(
+            f"[{len(output.token_ids)} tokens in {stats.num_steps} target steps: "
+            f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} guesses accepted]",
+            file=sys.stderr,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What a person can set on the command line or as `LLM(...)` keywords. One field, one flag.
+
+Every field's flag is its name with dashes; its help and default are said here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from specserve.config import DType
+from specserve.types import VerifyRule
+
+
+def _help(text: str) -> Any:  # msgspec.Meta is what Annotated takes
+    return msgspec.Meta(description=text)
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes an engine."""
+
+    model: Annotated[
+        str, _help("`demo`, a Hugging Face directory, a .gguf file, or a hub id")
+    ] = "demo"
+    dtype: Annotated[DType, _help("weights and KV; auto: bf16 where this CPU multiplies it")] = (
+        "auto"
+    )
+    backend: Annotated[str, _help("kernels: auto, cpu, or reference (slow, readable)")] = "auto"
+    threads: Annotated[int, _help("threads for tensor work; 0: one per core")] = 0
+    drafters: Annotated[
+        str, _help("guessers to load: none, ngram, draft_model:PATH; the first is the default")
+    ] = "ngram"
+    draft_tokens: Annotated[int, _help("K, guesses per step, where a request names none")] = 3
+    max_draft_tokens: Annotated[int, _help("the largest K that a request may ask for")] = 15
+    verify: Annotated[VerifyRule, _help("replay: exact; rejection: same law, other text")] = (
+        "replay"
+    )
+    max_model_len: Annotated[
+        int | None, _help("tokens per sequence; default: what model and KV pool allow")
+    ] = None
+    max_num_seqs: Annotated[int, _help("sequences in one step")] = 32
+    max_num_batched_tokens: Annotated[int, _help("token budget of one step")] = 512
+    max_prefill_chunk: Annotated[int, _help("most prompt tokens of one sequence in a step")] = 512
+    max_waiting: Annotated[int, _help("requests that may queue before new ones get 429")] = 1024
+    block_size: Annotated[int, _help("token slots per KV block")] = 16
+    memory_gb: Annotated[
+        float | None, _help("memory budget in GiB; default: half of this machine's")
+    ] = None
+    kv_cache_gb: Annotated[float, _help("upper limit of the KV pool in GiB")] = 1.0
+    prefix_caching: Annotated[bool, _help("reuse the KV of shared prompt beginnings")] = True
+
+
+class ServeOptions(EngineOptions, frozen=True, kw_only=True):
+    """What makes a server."""
+
+    host: Annotated[str, _help("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, _help("port to listen on; 0: any free one")] = 8000
+    served_model_name: Annotated[
+        str | None, _help("name in /v1/models; default: the --model given")
+    ] = None
+    otlp_endpoint: Annotated[str | None, _help("send traces to URL/v1/traces (OTLP over HTTP)")] = (
+        None
+    )
+    trace_file: Annotated[str | None, _help("write traces to this file, OTLP JSON lines")] = None
+    log_format: Annotated[Literal["console", "json"], _help("how log lines look")] = "console"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _help("least severe")] = (
+        "info"
+    )
+    drain_seconds: Annotated[float, _help("how long SIGTERM waits for live streams")] = 30.0
+
+
+def add_option_arguments(parser: argparse.ArgumentParser, kind: type[msgspec.Struct]) -> None:
+    """One argument per field of the Struct."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in msgspec.structs.fields(kind):
+        annotation, meta = get_args(hints[field.name])
+        flag = "--" + field.name.replace("_", "-")
+        text = f"{meta.description} (default: {field.default})"
+        if annotation is bool:
+            parser.add_argument(
+                flag, action=argparse.BooleanOptionalAction, default=field.default, help=text
+            )
+        elif get_origin(annotation) is Literal:
+            parser.add_argument(
+                flag, choices=get_args(annotation), default=field.default, help=text
+            )
+        else:
+            plain = next(t for t in (get_args(annotation) or (annotation,)) if t is not type(None))
+            parser.add_argument(flag, type=plain, default=field.default, help=text)
