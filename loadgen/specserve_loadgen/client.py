@@ -1,0 +1,205 @@
+"""The HTTP side: one session, one method per thing asked of the server.
+
+A request's clock starts before its connection is made: a user waits for that too. One reading of
+the clock per socket read; all events of a read arrived together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import msgspec
+
+from specserve_loadgen.errors import LoadgenError
+from specserve_loadgen.prompts import Prompt
+from specserve_loadgen.records import Failure, RequestRecord
+from specserve_loadgen.reply import Reply
+from specserve_loadgen.settings import Settings
+from specserve_loadgen.sse import SseParser
+from specserve_loadgen.wire import ModelList, Version, http_error_message
+
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+CONNECT_SECONDS = 10.0
+DRAIN_SECONDS = 0.5  # after [DONE], for the body to end so that its connection can be reused
+
+
+def request_body(settings: Settings, model: str, prompt: Prompt, request_idx: int) -> bytes:
+    """The JSON of one request. Options that were not given are not sent."""
+    body: dict[str, object] = {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "return_token_ids": True,
+        "max_tokens": settings.max_tokens,
+        "seed": settings.seed + request_idx,
+    }
+    if settings.endpoint == "chat":
+        body["messages"] = prompt.messages
+    else:
+        body["prompt"] = "\n".join(message.content for message in prompt.messages)
+    if settings.temperature is not None:
+        body["temperature"] = settings.temperature
+    if settings.ignore_eos:
+        body["ignore_eos"] = True
+    speculation = {
+        "drafter": settings.drafter,
+        "max_draft_tokens": settings.max_draft_tokens,
+        "verify": settings.verify,
+    }
+    if chosen := {name: value for name, value in speculation.items() if value is not None}:
+        body["speculation"] = chosen
+    return msgspec.json.encode(body)
+
+
+class Client:
+    """Async context manager. `clock` gives seconds; only differences of it are reported."""
+
+    def __init__(self, settings: Settings, api_key: str | None, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
+        self._auth = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),  # the load decides, not the pool
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=self._auth,
+            timeout=aiohttp.ClientTimeout(
+                total=self._settings.request_timeout, sock_connect=CONNECT_SECONDS
+            ),
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        await self._session.close()
+
+    async def find_model(self) -> str:
+        """The model to ask for, and proof that a server is there. Raises LoadgenError."""
+        url = self._settings.url
+        try:
+            async with self._session.get(f"{url}/v1/models") as response:
+                body, status = await response.read(), response.status
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise LoadgenError(
+                f"--url {url}: no server answers there ({_reason(error)}): "
+                "start one with `specserve serve`, or give its address"
+            ) from None
+        if status in (401, 403):
+            raise LoadgenError(
+                f"--url {url}: HTTP {status}, {http_error_message(body)}: give --api-key"
+            )
+        if self._settings.model is not None:
+            return self._settings.model
+        try:
+            models = msgspec.json.decode(body, type=ModelList).data if status == 200 else []
+        except msgspec.DecodeError:
+            models = []
+        if not models:
+            raise LoadgenError(
+                f"--url {url}: /v1/models (HTTP {status}) lists no model: give --model"
+            )
+        return models[0].id
+
+    async def server_version(self) -> str | None:
+        """What GET /version says, or None where there is no such route."""
+        text = await self._get_text("/version")
+        if text is None:
+            return None
+        try:
+            return msgspec.json.decode(text, type=Version).version
+        except msgspec.DecodeError:
+            return None
+
+    async def metrics_text(self) -> str | None:
+        """GET /metrics in the Prometheus text format, or None where there is none."""
+        return await self._get_text("/metrics")
+
+    async def _get_text(self, path: str) -> str | None:
+        try:
+            async with self._session.get(
+                self._settings.url + path, headers={"Accept": "*/*"}
+            ) as response:
+                return await response.text() if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError):
+            return None
+
+    async def send(
+        self,
+        model: str,
+        prompt: Prompt,
+        request_idx: int,
+        scheduled: float | None,
+        take: Callable[[RequestRecord], None],
+    ) -> None:
+        """Send one request and hand its record to `take`, also when cancelled on the way."""
+        body = request_body(self._settings, model, prompt, request_idx)
+        reply = Reply()
+        failure: Failure | None = Failure(kind="cancelled", message="this client was stopped")
+        sent = self._clock()
+        try:
+            failure = await self._stream(body, reply)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            failure = Failure(kind="connection", message=_reason(error))
+        except TimeoutError:
+            limit = self._settings.request_timeout
+            failure = Failure(kind="timeout", message=f"no complete reply within {limit:g} s")
+        except (aiohttp.ClientError, OSError) as error:
+            failure = Failure(kind="connection_lost", message=_reason(error))
+        finally:
+            ended = self._clock() if reply.done_at is None else reply.done_at
+            record = reply.record(
+                request_idx=request_idx,
+                prompt_id=prompt.prompt_id,
+                category=prompt.category,
+                scheduled=scheduled,
+                sent=sent,
+                ended=ended,
+                failure=failure,
+            )
+            take(record)
+
+    async def _stream(self, body: bytes, reply: Reply) -> Failure | None:
+        url = self._settings.url + PATHS[self._settings.endpoint]
+        async with self._session.post(url, data=body, headers=self._headers) as response:
+            if response.status != 200:
+                return Failure(
+                    kind=f"http_{response.status}",
+                    message=http_error_message(await response.read()),
+                    retry_after=response.headers.get("Retry-After"),
+                )
+            if response.content_type != "text/event-stream":
+                found = response.content_type
+                return Failure(kind="not_a_stream", message=f"the reply's content type is {found}")
+            parser = SseParser()
+            async for data in response.content.iter_any():
+                now = self._clock()
+                for event in parser.feed(data):
+                    if failure := reply.on_event(event, now):
+                        return failure
+                    if reply.done_at is not None:
+                        await _drain(response)
+                        return None
+        return Failure(kind="truncated", message="the stream ended without [DONE]")
+
+
+async def _drain(response: aiohttp.ClientResponse) -> None:
+    try:
+        async with asyncio.timeout(DRAIN_SECONDS):
+            async for _ in response.content.iter_any():
+                pass
+    except (TimeoutError, aiohttp.ClientError):
+        response.close()  # the reply is complete; only its connection is not reused
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__

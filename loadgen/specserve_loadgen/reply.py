@@ -1,0 +1,124 @@
+"""One streamed reply as it arrives: events in, the measured part of a RequestRecord out."""
+
+from __future__ import annotations
+
+import msgspec
+
+from specserve_loadgen.records import Chunk, Failure, RequestRecord, CountedBy
+from specserve_loadgen.sse import SseEvent
+from specserve_loadgen.wire import (
+    Metrics,
+    StreamChunk,
+    Usage,
+    decode_chunk,
+    decode_metrics,
+    error_message,
+)
+
+DONE = b"[DONE]"
+NULL = b"null"
+
+
+class Reply:
+    """Mutable while the stream runs; written by the one task that reads it."""
+
+    def __init__(self) -> None:
+        self.done_at: float | None = None
+        self._chunks: list[Chunk] = []
+        self._first_text: float | None = None
+        self._num_tokens = 0
+        self._counted_by: CountedBy = "token_ids"
+        self._usage: Usage | None = None
+        self._finish_reason: str | None = None
+        self._metrics = Metrics()
+        self._malformed_metrics: str | None = None
+
+    def on_event(self, event: SseEvent, now: float) -> Failure | None:
+        """Take one event that arrived at `now`; a Failure ends the request."""
+        if event.data.startswith(DONE):
+            self.done_at = now
+            return None
+        if not event.data:
+            return None  # `event: ping` with an empty data line: a keep-alive of some servers
+        if event.event == "error":
+            return Failure(kind="stream_error", message=error_message(event.data))
+        try:
+            chunk = decode_chunk(event.data)
+        except (msgspec.DecodeError, RecursionError) as error:
+            shown = event.data[:120].decode(errors="replace")
+            return Failure(kind="malformed", message=f"{error} in the event {shown!r}")
+        if bytes(chunk.error) != NULL:
+            return Failure(kind="stream_error", message=error_message(bytes(chunk.error)))
+        self._on_chunk(chunk, now)
+        return None
+
+    def _on_chunk(self, chunk: StreamChunk, now: float) -> None:
+        if bytes(chunk.metrics) != NULL:
+            self._on_metrics(bytes(chunk.metrics))
+        if chunk.choices:
+            choice = chunk.choices[0]
+            self._finish_reason = choice.finish_reason or self._finish_reason
+            self._on_tokens(choice.token_ids, choice.has_text, chunk.usage, now)
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+
+    def _on_tokens(
+        self, token_ids: list[int] | None, has_text: bool, usage: Usage | None, now: float
+    ) -> None:
+        source: CountedBy
+        if token_ids is not None:
+            num_tokens, source = len(token_ids), "token_ids"
+        elif usage is not None:
+            num_tokens, source = max(0, usage.completion_tokens - self._num_tokens), "usage"
+        else:
+            num_tokens, source = int(has_text), "chunks"
+        if not num_tokens and not has_text:
+            return  # a role or finish chunk: nothing a reader could see
+        if self._first_text is None and has_text:
+            self._first_text = now
+        self._num_tokens += num_tokens
+        self._counted_by = max(self._counted_by, source, key=_WEAKNESS.index)
+        self._chunks.append(Chunk(now, num_tokens))
+
+    def _on_metrics(self, raw: bytes) -> None:
+        # The finish chunk and the usage chunk both carry them: the later replaces the earlier.
+        try:
+            self._metrics = decode_metrics(raw)
+        except msgspec.DecodeError as error:
+            self._malformed_metrics = str(error)
+
+    def record(
+        self,
+        *,
+        request_idx: int,
+        prompt_id: str,
+        category: str,
+        scheduled: float | None,
+        sent: float,
+        ended: float,
+        failure: Failure | None,
+    ) -> RequestRecord:
+        usage = self._usage
+        details = None if usage is None else usage.prompt_tokens_details
+        return RequestRecord(
+            request_idx=request_idx,
+            prompt_id=prompt_id,
+            category=category,
+            scheduled=scheduled,
+            sent=sent,
+            ended=ended,
+            first_text=self._first_text,
+            chunks=tuple(self._chunks),
+            counted_by=self._counted_by,
+            num_output_tokens=self._num_tokens if usage is None else usage.completion_tokens,
+            num_prompt_tokens=None if usage is None else usage.prompt_tokens,
+            num_cached_tokens=None if details is None else details.cached_tokens,
+            finish_reason=self._finish_reason,
+            speculative=self._metrics.speculative_decoding,
+            specserve=self._metrics.specserve,
+            malformed_metrics=self._malformed_metrics,
+            failure=failure,
+        )
+
+
+_WEAKNESS: tuple[CountedBy, ...] = ("token_ids", "usage", "chunks")

@@ -1,0 +1,213 @@
+"""One run: find the server, warm up, load it, and bring back what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+
+import msgspec
+
+from specserve_loadgen import pacing
+from specserve_loadgen.client import Client
+from specserve_loadgen.crosscheck import counter_deltas, reply_counts
+from specserve_loadgen.errors import LoadgenError
+from specserve_loadgen.progress import Progress
+from specserve_loadgen.prompts import Prompt
+from specserve_loadgen.records import RequestRecord
+from specserve_loadgen.settings import ClosedLoop, Settings
+
+WARMUP_USERS = 4  # of an open loop: warm enough, and no burst
+LAG_PERIOD = 0.02  # seconds
+METRICS_PATIENCE = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)  # seconds to wait before each scrape
+
+
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    server_version: str | None
+    started_at: float  # time.time()
+    records: tuple[RequestRecord, ...]  # in order of request_idx
+    server_deltas: dict[str, int]
+    loop_lags: tuple[float, ...]  # seconds by which this client's own event loop was late
+    num_failed_warmups: int
+    interrupted: bool
+
+
+async def run_load(
+    settings: Settings,
+    prompts: Sequence[Prompt],
+    *,
+    api_key: str | None = None,
+    show_progress: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+) -> RunResult:
+    """Measure one server once. Ctrl-C ends the load early; the result then says `interrupted`.
+
+    Raises LoadgenError when there is no server or every warm-up request fails.
+    """
+    async with Client(settings, api_key, clock) as client:
+        model = await client.find_model()
+        version = await client.server_version()
+        num_failed_warmups = await _warm_up(client, settings, prompts, model)
+        before = await client.metrics_text()
+        records: list[RequestRecord] = []
+        started_at = time.time()
+        with Progress(_num_expected(settings, len(prompts)), show_progress) as progress:
+
+            def take(record: RequestRecord) -> None:
+                records.append(record)
+                progress.on_record(record)
+
+            async with _lag_probe() as lags:
+                interrupted = await _until_interrupted(
+                    _load(client, settings, prompts, model, clock, take)
+                )
+        deltas = await _settled_deltas(client, before, records)
+    return RunResult(
+        model=model,
+        server_version=version,
+        started_at=started_at,
+        records=tuple(sorted(records, key=lambda record: record.request_idx)),
+        server_deltas=deltas,
+        loop_lags=tuple(lags),
+        num_failed_warmups=num_failed_warmups,
+        interrupted=interrupted,
+    )
+
+
+def _num_expected(settings: Settings, num_prompts: int) -> int | None:
+    if settings.num_requests is None and settings.duration is None:
+        return num_prompts
+    return settings.num_requests
+
+
+async def _load(
+    client: Client,
+    settings: Settings,
+    prompts: Sequence[Prompt],
+    model: str,
+    clock: Callable[[], float],
+    take: Callable[[RequestRecord], None],
+) -> None:
+    zero = clock()
+
+    def on_run_clock(record: RequestRecord) -> None:
+        take(_shifted(record, zero))
+
+    async def send(request_idx: int, scheduled: float | None) -> None:
+        prompt = prompts[request_idx % len(prompts)]
+        due = None if scheduled is None else zero + scheduled
+        await client.send(model, prompt, request_idx, due, on_run_clock)
+
+    await pacing.drive(settings, len(prompts), send, lambda: clock() - zero)
+
+
+def _shifted(record: RequestRecord, zero: float) -> RequestRecord:
+    """The record with its times counted from the start of the load."""
+
+    def at(seconds: float | None) -> float | None:
+        return None if seconds is None else seconds - zero
+
+    return msgspec.structs.replace(
+        record,
+        scheduled=at(record.scheduled),
+        sent=record.sent - zero,
+        ended=record.ended - zero,
+        first_text=at(record.first_text),
+        chunks=tuple(
+            msgspec.structs.replace(chunk, seconds=chunk.seconds - zero) for chunk in record.chunks
+        ),
+    )
+
+
+async def _warm_up(
+    client: Client, settings: Settings, prompts: Sequence[Prompt], model: str
+) -> int:
+    """Requests that are in no number, with the last prompts so that a short run meets fresh ones.
+
+    Returns how many failed; raises LoadgenError when all did, since the run would be nothing else.
+    """
+    failed: list[RequestRecord] = []
+
+    def take(record: RequestRecord) -> None:
+        if not record.succeeded:
+            failed.append(record)
+
+    async def send(request_idx: int, scheduled: float | None) -> None:
+        prompt = prompts[-1 - request_idx % len(prompts)]
+        await client.send(model, prompt, request_idx, scheduled, take)
+
+    load = settings.load
+    num_users = load.concurrency if isinstance(load, ClosedLoop) else WARMUP_USERS
+    await pacing.closed_loop(num_users, range(settings.warmup), send, may_start=lambda: True)
+    if failed and len(failed) == settings.warmup:
+        failure = failed[0].failure
+        reason = "unknown" if failure is None else f"{failure.kind}: {failure.message}"
+        raise LoadgenError(f"every one of {len(failed)} warm-up requests failed, first {reason}")
+    return len(failed)
+
+
+async def _until_interrupted(load: Coroutine[None, None, None]) -> bool:
+    """Run the load to its end or to the first SIGINT; True for the latter.
+
+    A second SIGINT finds Python's own handler back in place.
+    """
+    task = asyncio.create_task(load)
+    loop = asyncio.get_running_loop()
+    interrupted = False
+
+    def stop() -> None:
+        nonlocal interrupted
+        interrupted = True
+        task.cancel()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    # Not the main thread, or no such handlers on this platform: Ctrl-C is then Python's.
+    with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
+        loop.add_signal_handler(signal.SIGINT, stop)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not interrupted:
+            raise
+    finally:
+        with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
+            loop.remove_signal_handler(signal.SIGINT)
+    return interrupted
+
+
+@contextlib.asynccontextmanager
+async def _lag_probe() -> AsyncIterator[list[float]]:
+    """Notes how late the event loop is: what it adds to every time stamp at worst."""
+    lags: list[float] = []
+
+    async def probe() -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_PERIOD
+            await asyncio.sleep(LAG_PERIOD)
+            lags.append(max(0.0, loop.time() - due))
+
+    task = asyncio.create_task(probe())
+    try:
+        yield lags
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _settled_deltas(
+    client: Client, before: str | None, records: Sequence[RequestRecord]
+) -> dict[str, int]:
+    """Counters may lag the last reply a little: wait until they have caught up, not longer."""
+    deltas: dict[str, int] = {}
+    expected = reply_counts(records)
+    for seconds in METRICS_PATIENCE:
+        await asyncio.sleep(seconds)
+        deltas = counter_deltas(before, await client.metrics_text())
+        if all(value >= expected.get(name, 0) for name, value in deltas.items()):
+            break
+    return deltas
