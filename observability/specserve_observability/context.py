@@ -38,22 +38,6 @@ def format_traceparent(context: SpanContext) -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
-def child_traceparent(parent: str | None, span_id: str) -> str | None:
-    """The traceparent of the span `span_id` under `parent`; None where there is no parent.
-
-    What the engine puts into RowRecord.traceparent: the request's own traceparent with its
-    decode span's id.
-    """
-    if parent is None or len(parent) < 55:
-        return None
-    return f"{parent[:36]}{span_id}{parent[52:55]}"
-
-
-def new_span_id() -> str:
-    """16 hex digits, never all zero: what RequestRecord.decode_span_id wants."""
-    return f"{_new_id(64):016x}"
-
-
 def root_context() -> SpanContext:
     """The context of a span that begins a trace."""
     return SpanContext(_new_id(128), _new_id(64), False, _SAMPLED)

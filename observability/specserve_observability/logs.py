@@ -40,8 +40,14 @@ class Logger(Protocol):
 
 
 def get_logger(name: str) -> Logger:
-    """A logger whose lines carry `logger=name`. May be made before configure_logging."""
-    return cast(Logger, structlog.get_logger(logger=name))
+    """A logger whose lines carry `logger=name`. May be made before configure_logging.
+
+    In a program that never configures structlog (a script that uses the Python API) only warnings
+    and errors are written.
+    """
+    if not structlog.is_configured():
+        _configure_structlog(logging.WARNING, _console_processors())
+    return cast(Logger, structlog.get_logger(name))
 
 
 def configure_logging(*, json: bool = False, level: str = "info") -> None:
@@ -52,22 +58,9 @@ def configure_logging(*, json: bool = False, level: str = "info") -> None:
     if level not in LEVELS:
         raise ValueError(f"log level is {level!r}: choose one of {', '.join(LEVELS)}")
     threshold = getattr(logging, level.upper())  # by name: the four are ints in logging
-    shared: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        _add_current_span,
-        _hide_user_text,
-        structlog.processors.format_exc_info,
-    ]
     last: list[Processor] = _json_processors() if json else _console_processors()
-    structlog.configure(
-        processors=[*shared, *last],
-        wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=lambda *_: _StderrLogger(),
-        cache_logger_on_first_use=False,
-    )
-    _route_stdlib_logging(threshold, shared, last)
+    _configure_structlog(threshold, last)
+    _route_stdlib_logging(threshold, last)
 
 
 @contextmanager
@@ -83,8 +76,20 @@ def bound_traceparent(traceparent: str | None) -> Iterator[None]:
         yield
 
 
+def _configure_structlog(threshold: int, last: list[Processor]) -> None:
+    structlog.configure(
+        processors=[_add_logger_name, *_SHARED, *last],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=_StderrLogger,
+        cache_logger_on_first_use=False,
+    )
+
+
 class _StderrLogger:
     """Writes to whatever sys.stderr is now: tests and daemons replace it."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
 
     def msg(self, message: str) -> None:
         sys.stderr.write(message + "\n")
@@ -97,11 +102,11 @@ class _StderrHandler(logging.Handler):
         sys.stderr.write(self.format(record) + "\n")
 
 
-def _route_stdlib_logging(threshold: int, shared: list[Processor], last: list[Processor]) -> None:
+def _route_stdlib_logging(threshold: int, last: list[Processor]) -> None:
     handler = _StderrHandler()
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[structlog.stdlib.ExtraAdder(), _add_stdlib_name, *shared],
+            foreign_pre_chain=[structlog.stdlib.ExtraAdder(), _add_stdlib_name, *_SHARED],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
         )
     )
@@ -124,6 +129,12 @@ def _console_processors() -> list[Processor]:
             colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
         ),
     ]
+
+
+def _add_logger_name(logger: WrappedLogger, _: str, event: EventDict) -> EventDict:
+    if isinstance(logger, _StderrLogger) and logger.name:
+        event["logger"] = logger.name
+    return event
 
 
 def _add_stdlib_name(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
@@ -166,3 +177,13 @@ def _escape_control_characters(_: WrappedLogger, __: str, event: EventDict) -> E
 
 def _escape(text: str) -> str:
     return _CONTROL.sub(lambda match: repr(match.group())[1:-1], text)
+
+
+_SHARED: list[Processor] = [
+    structlog.contextvars.merge_contextvars,
+    structlog.processors.add_log_level,
+    structlog.processors.TimeStamper(fmt="iso", utc=True),
+    _add_current_span,
+    _hide_user_text,
+    structlog.processors.format_exc_info,
+]
