@@ -1,0 +1,219 @@
+"""Choosing tokens fast: equal to argmax(process_logits + gumbel), without the full-width work.
+
+Greedy is one argmax. A filter looks only at tokens near the best logit, widening until it has seen
+enough; the draw computes noise only for tokens that can still win (noise.race). 16 rows of
+V = 49,152 at T = 1 take 3-4 ms on one core (tests/test_sampler.py prints it when run as a script).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specserve.noise import Floats, Ids, Noise, Purpose, race
+from specserve.sampler.pipeline import best_first, mass, num_in_nucleus, process_row, tempered
+from specserve.sampler.rows import LogitsRow, RowError, as_rows, best_logit, edited
+from specserve.types import SamplingParams, TokenLogprobs
+
+# Distances below the best weight within which a filter first looks for what it keeps.
+_MARGINS = (4.0, 8.0, 16.0, 32.0)
+_LOWEST_LOGPROB = -9999.0  # stands for -inf, which JSON cannot carry
+
+
+def choose(
+    logits: Tensor, rows: Seq[LogitsRow], *, vocab_size: int, purpose: Purpose = Purpose.TARGET
+) -> list[int | RowError]:
+    """The token of every row: a pure function of (seed, position, processed logits) of that row.
+
+    logits:     [L, V]
+    vocab_size: ids from here on are padding and can never win
+    returns:    L token ids; a RowError where a row has nothing to choose, for its request alone
+    """
+    plain, noise = as_rows(logits, vocab_size), Noise()
+    choices: list[int | RowError] = []
+    for idx, row in enumerate(rows):
+        try:
+            choices.append(choose_row(plain[idx], row, noise=noise, purpose=purpose))
+        except RowError as error:
+            choices.append(error)
+    return choices
+
+
+def choose_row(
+    logits: Floats,
+    row: LogitsRow,
+    *,
+    noise: Noise,
+    purpose: Purpose = Purpose.TARGET,
+    sharpness: float = 1.0,
+) -> int:
+    """One row of `choose`; [V] logits without padding ids. Raises RowError.
+
+    sharpness: the processed log weights are multiplied by it (a proposal's beta)
+    """
+    logits = edited(logits, row)
+    best_id, best = best_logit(logits, row)
+    if row.is_greedy:
+        return best_id
+    params = row.request.params
+    weights = tempered(logits, best, params.temperature)
+    ids = _surviving_ids(weights, params)
+    if ids is not None:
+        weights = weights[ids]
+    if sharpness != 1:
+        weights = weights * sharpness
+    return race(
+        weights, seed=row.request.seed, position=row.position, purpose=purpose, ids=ids, noise=noise
+    )
+
+
+def _surviving_ids(weights: Floats, params: SamplingParams) -> Ids | None:
+    """Ascending ids that top-k, top-p and min-p leave of [V] weights (largest 0); None: all."""
+    ids: Ids | None = None
+    if 0 < params.top_k < len(weights):
+        ids = _top_k_ids(weights, params.top_k)
+    if params.top_p < 1:
+        ids = _top_p_ids(weights, params.top_p, ids)
+    if params.min_p > 0:
+        lowest = math.log(params.min_p)
+        ids = np.flatnonzero(weights >= lowest) if ids is None else ids[weights[ids] >= lowest]
+    return ids
+
+
+def _near_best(weights: Floats) -> Iterator[Ids]:
+    """Ever larger sets of ascending ids, each holding all tokens above some weight; last, all."""
+    for margin in _MARGINS:
+        yield np.flatnonzero(weights >= -margin)
+    yield np.arange(len(weights))
+
+
+def _top_k_ids(weights: Floats, top_k: int) -> Ids:
+    """Ascending ids of the top_k largest of [V] weights, the lowest ids among equals."""
+    ids = next(ids for ids in _near_best(weights) if len(ids) >= top_k)
+    values = weights[ids]
+    lowest = np.partition(values, len(values) - top_k)[len(values) - top_k]
+    return _best(ids, values, top_k, lowest)
+
+
+def _best(ids: Ids, values: Floats, num_kept: int, lowest: np.floating[Any]) -> Ids:
+    """The num_kept best of ascending [n] ids by values [n]; `lowest` is the last kept value."""
+    kept = values > lowest
+    equals = np.flatnonzero(values == lowest)
+    kept[equals[: num_kept - np.count_nonzero(kept)]] = True
+    survivors: Ids = ids[kept]
+    return survivors
+
+
+def _top_p_ids(weights: Floats, top_p: float, ids: Ids | None) -> Ids:
+    """Ascending ids of the nucleus of [V] weights, restricted to `ids` if given."""
+    if ids is None:
+        total = mass(weights)
+        enough = top_p * total * (1 + 1e-6)  # sure to hold the nucleus whatever the rounding
+        ids = next(
+            ids
+            for ids in _near_best(weights)
+            if len(ids) == len(weights) or mass(weights[ids]) >= enough
+        )
+    else:
+        restricted = np.full_like(weights, -np.inf)
+        restricted[ids] = weights[ids]
+        total = mass(restricted)
+    values = weights[ids]
+    falling = values.copy()
+    falling.sort()  # values alone: far faster than a stable order of ids
+    falling = falling[::-1]
+    num_kept = num_in_nucleus(falling, top_p, total)
+    return _best(ids, values, num_kept, falling[num_kept - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A guess of a draft model. probs: [vocab_size] fp32 it was drawn from; None: coupled."""
+
+    token_id: int
+    probs: Tensor | None
+
+
+def draft_choice(
+    logits: Tensor,
+    rows: Seq[LogitsRow],
+    purposes: Seq[Purpose],
+    *,
+    vocab_size: int,
+    sharpness: float = 1.0,
+) -> list[Proposal | None]:
+    """What a draft model proposes after each row, with its request's own sampling parameters.
+
+    logits:     [L, V_draft]; ids from vocab_size (the target's) on are never proposed
+    purposes:   L of TARGET, to share the noise that the target will choose with (replay), or DRAFT,
+                to sample with independent noise and report the distribution (rejection)
+    sharpness:  beta: proposals are drawn from softmax(beta * log q)
+    returns:    L proposals; None where a row has nothing to propose (its logits are useless)
+    """
+    plain, noise = as_rows(logits, vocab_size), Noise()
+    proposals: list[Proposal | None] = []
+    for idx, (row, purpose) in enumerate(zip(rows, purposes, strict=True)):
+        try:
+            if purpose is Purpose.TARGET:
+                token_id = choose_row(plain[idx], row, noise=noise, sharpness=sharpness)
+                proposals.append(Proposal(token_id, None))
+            else:
+                proposals.append(_sampled(plain[idx], row, noise, vocab_size, sharpness))
+        except RowError:
+            proposals.append(None)
+    return proposals
+
+
+def _sampled(
+    logits: Floats, row: LogitsRow, noise: Noise, vocab_size: int, sharpness: float
+) -> Proposal:
+    """[V_draft] -> a token drawn with DRAFT noise from probs, which is padded to [vocab_size]."""
+    weights = process_row(logits, row) * sharpness
+    token_id = race(
+        weights,
+        seed=row.request.seed,
+        position=row.position,
+        purpose=Purpose.DRAFT,
+        noise=noise,
+    )
+    probs = torch.zeros(vocab_size, dtype=torch.float32)
+    probs[: len(weights)] = torch.from_numpy(np.exp(weights) / mass(weights))
+    return Proposal(token_id, probs)
+
+
+def logprobs(
+    logits: Tensor, token_ids: Seq[int], num_top: int, *, vocab_size: int
+) -> list[TokenLogprobs]:
+    """Log-probabilities of the target's unprocessed distribution, as a plain forward gives them.
+
+    logits:    [L, V] of the rows that chose token_ids
+    token_ids: L chosen tokens
+    num_top:   alternatives wanted, best first, equals by rising id
+    """
+    plain = as_rows(logits, vocab_size)
+    return [
+        _row_logprobs(plain[idx], token_id, min(num_top, plain.shape[1]))
+        for idx, token_id in enumerate(token_ids)
+    ]
+
+
+def _row_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:
+    """[V] -> the chosen token's log-probability and the num_top best."""
+    shifted = logits - logits.max()
+    normaliser = math.log(mass(shifted))
+
+    def logprob(idx: int) -> float:
+        return max(float(shifted[idx]) - normaliser, _LOWEST_LOGPROB)
+
+    best = _top_k_ids(shifted, num_top) if num_top else np.arange(0)
+    best = best[best_first(shifted[best])]
+    return TokenLogprobs(
+        logprob=logprob(token_id), top=tuple((idx, logprob(idx)) for idx in best.tolist())
+    )

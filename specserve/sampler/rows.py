@@ -1,0 +1,123 @@
+"""What one row of logits belongs to, and the edits that come before temperature.
+
+Everything here depends on the row alone, and reductions over V run per row in numpy in an order
+that depends on V alone: a row's result is bit for bit the same whatever its batch mates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specserve.errors import EngineError
+from specserve.noise import Floats
+from specserve.types import Request
+
+# Below this a temperature is greedy: it could only overflow, and no text would tell them apart.
+GREEDY_BELOW = 1e-5
+
+
+class RowError(EngineError):
+    """One row cannot choose a token; its request fails alone, with this message."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRow:
+    """The place a row of logits chooses for: right after `history` and then `draft_prefix`.
+
+    history:      all known tokens, prompt first; read only while the step runs
+    draft_prefix: guesses between history and this row's token, the node's ancestors first; they
+                  count as output for penalties and min_tokens, exactly as if they were accepted
+    """
+
+    request: Request
+    history: Seq[int]
+    draft_prefix: tuple[int, ...] = ()
+
+    @property
+    def position(self) -> int:
+        """Absolute index of the token being chosen."""
+        return len(self.history) + len(self.draft_prefix)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens before this one."""
+        return self.position - len(self.request.prompt_ids)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.request.params.temperature < GREEDY_BELOW
+
+
+def as_rows(logits: Tensor, vocab_size: int) -> Floats:
+    """[L, V] of any float type -> numpy fp32 (fp64 stays) [L, vocab_size], without padding ids."""
+    if logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.float()
+    rows: Floats = logits.detach().cpu().numpy()
+    return rows[:, :vocab_size]
+
+
+def edited(logits: Floats, row: LogitsRow) -> Floats:
+    """[V] with penalties, logit bias and the min_tokens mask; the input itself if none applies.
+
+    Token ids outside the row's V (a draft's vocabulary may be smaller) are left alone.
+    """
+    request, params = row.request, row.request.params
+    penalised = (
+        params.presence_penalty != 0
+        or params.frequency_penalty != 0
+        or params.repetition_penalty != 1
+    )
+    masked = row.num_output < params.min_tokens
+    if not (penalised or masked or params.logit_bias):
+        return logits
+    logits = logits.copy()
+    if penalised:
+        _penalise(logits, row)
+    for token_id, bias in params.logit_bias.items():
+        if token_id < len(logits):
+            logits[token_id] += bias
+    if masked:
+        stops = [i for i in request.eos_ids | request.stop_ids if i < len(logits)]
+        logits[stops] = -np.inf
+    return logits
+
+
+def _penalise(logits: Floats, row: LogitsRow) -> None:
+    """In place, as vLLM defines them: repetition over prompt and output, the others over output.
+
+    logits: [V]
+    """
+    params, vocab_size = row.request.params, len(logits)
+    known = np.array([*row.history, *row.draft_prefix], dtype=np.intp)
+    if params.repetition_penalty != 1:
+        seen = np.unique(known[known < vocab_size])
+        values = logits[seen]
+        factor = params.repetition_penalty
+        with np.errstate(over="ignore"):  # a model's own "never" (-3e38) may become -inf
+            logits[seen] = np.where(values > 0, values / factor, values * factor)
+    output = known[len(row.request.prompt_ids) :]
+    ids, counts = np.unique(output[output < vocab_size], return_counts=True)
+    logits[ids] -= params.frequency_penalty * counts
+    logits[ids] -= params.presence_penalty
+
+
+def best_logit(logits: Floats, row: LogitsRow) -> tuple[int, float]:
+    """(token id, value) of the largest of [V], the lowest id among equals; RowError if none."""
+    token_id = int(logits.argmax())  # numpy: the first of equals, and the first NaN if any
+    value = float(logits[token_id])
+    if value == -np.inf:
+        raise RowError(
+            f"every token is masked at position {row.position}: logit_bias and min_tokens leave "
+            "nothing to choose from; lower min_tokens or ban fewer tokens"
+        )
+    if not np.isfinite(value):
+        raise RowError(
+            f"the logits at position {row.position} hold {value}: the model's weights or "
+            "activations are damaged, or logit_bias is not finite"
+        )
+    return token_id, value
