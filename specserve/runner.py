@@ -18,9 +18,9 @@ from torch import Tensor
 from specserve.drafting import NO_DRAFT, Draft, Drafter, DraftRow
 from specserve.kv_cache import KVCache
 from specserve.models.interface import CausalLM
-from specserve.sampler import logprobs
-from specserve.types import BatchPlan, RowPlan, RowResult, StepResult, StepTimings
-from specserve.verifier import Verdict, verify_rows
+from specserve.sampler import RowError, logprobs
+from specserve.types import BatchPlan, RowPlan, RowResult, StepResult, StepTimings, TokenLogprobs
+from specserve.verifier import verify
 from specserve_kernels.interface import PagedBatch
 from specserve_observability.logs import get_logger
 
@@ -187,56 +187,48 @@ class ModelRunner:
     def _verify(
         self, rows: Seq[RowPlan], drafts: Seq[Draft], num_logits: Seq[int], logits: Tensor
     ) -> list[RowResult]:
-        sampling = [idx for idx, row in enumerate(rows) if row.samples]
-        verdicts = verify_rows(
-            [(rows[idx].request, rows[idx].history, drafts[idx]) for idx in sampling],
-            logits,
-            self._vocab_size,
-        )
-        by_row = dict(zip(sampling, verdicts, strict=True))
         results = []
         offset = 0
-        for idx, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-            rows_of_logits = logits[offset : offset + num_logits[idx]]
-            offset += num_logits[idx]
-            if idx in by_row:
-                results.append(self._row_result(row, draft, by_row[idx], rows_of_logits))
-            else:
-                results.append(
-                    RowResult(
-                        seq_id=row.seq_id,
-                        draft_kv_len=draft.kv_len,
-                        drafter=row.request.drafter,
-                    )
-                )
+        for row, draft, count in zip(rows, drafts, num_logits, strict=True):
+            mine = logits[offset : offset + count]
+            offset += count
+            try:
+                results.append(self._row_result(row, draft, mine))
+            except RowError as error:  # this row's own fault: its request fails alone
+                results.append(RowResult(seq_id=row.seq_id, error=str(error)))
         return results
 
-    def _row_result(
-        self, row: RowPlan, draft: Draft, verdict: Verdict, logits: Tensor
-    ) -> RowResult:
-        """logits: [1 + len(draft), V] of this row."""
-        if verdict.error is not None:
-            return RowResult(seq_id=row.seq_id, error=verdict.error)
+    def _row_result(self, row: RowPlan, draft: Draft, logits: Tensor) -> RowResult:
+        """logits: [1 + len(draft), V] of this row, or [0, V] of a chunk that does not sample."""
+        drafter_name = row.request.drafter
+        if not row.samples:
+            return RowResult(seq_id=row.seq_id, draft_kv_len=draft.kv_len, drafter=drafter_name)
+        verdict = verify(row.request, row.history, draft, logits, vocab_size=self._vocab_size)
         num_accepted = len(verdict.path)
         self._compact(row, verdict.path)
-        drafter = self._drafters.get(row.request.drafter)
-        if drafter is not None and draft.token_ids:
-            drafter.observe(row.seq_id, verdict.token_ids, num_accepted)
+        if draft.token_ids:
+            self._observe(row, verdict.token_ids, num_accepted)
         wanted = row.request.params.logprobs
-        chosen_from = [0, *(node + 1 for node in verdict.path)]
+        told: list[TokenLogprobs] = []
+        if wanted is not None:
+            chose = logits[[0, *(node + 1 for node in verdict.path)]]
+            told = logprobs(chose, verdict.token_ids, wanted, vocab_size=self._vocab_size)
         return RowResult(
             seq_id=row.seq_id,
             token_ids=verdict.token_ids,
             num_draft_tokens=len(draft.token_ids),
             num_accepted=num_accepted,
             draft_kv_len=_draft_kv_after(row, draft, num_accepted),
-            logprobs=()
-            if wanted is None
-            else tuple(
-                logprobs(logits[chosen_from, : self._vocab_size], verdict.token_ids, wanted)
-            ),
-            drafter=row.request.drafter,
+            logprobs=tuple(told),
+            drafter=drafter_name,
         )
+
+    def _observe(self, row: RowPlan, token_ids: Seq[int], num_accepted: int) -> None:
+        drafter = self._drafters[row.request.drafter]
+        try:
+            drafter.observe(row.seq_id, token_ids, num_accepted)
+        except Exception:  # as in _propose
+            self._log.exception("drafter_failed", drafter=drafter.name, num_rows=1)
 
     def _compact(self, row: RowPlan, path: Seq[int]) -> None:
         """Move the accepted path's KV to where a chain would have it."""

@@ -117,9 +117,7 @@ async def serving(
         config=config,
         runner=runner,
         tokenizer=cast(Tokenizer, tokenizer or IdTokenizer()),
-        limits=Limits.of(
-            config, vocab_size=size, eos_ids=eos_ids, drafters=("none", *known)
-        ),
+        limits=Limits.of(config, vocab_size=size, eos_ids=eos_ids, drafters=("none", *known)),
         recorder=recorder,
     )
     await engine.start()

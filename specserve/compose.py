@@ -1,0 +1,236 @@
+"""The composition root: the only module that knows every part and joins them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+
+from specserve.admission import Limits
+from specserve.config import EngineConfig
+from specserve.drafting import Drafter
+from specserve.engine import Engine
+from specserve.errors import ConfigError
+from specserve.memory import GIB, MemoryReport, physical_memory, plan_memory
+from specserve.models.config import parse_model_config
+from specserve.models.decoder import Decoder
+from specserve.options import EngineOptions
+from specserve.runner import ModelRunner
+from specserve.tokenizer import Tokenizer, check_same_vocabulary
+from specserve.weights import load_weights, read_config, resolve_model
+from specserve_drafts import DRAFTERS, DrafterResources, parse_drafter_spec
+from specserve_kernels import make_backend
+from specserve_kernels.interface import PagedBatch
+from specserve_observability.metrics import Metrics
+from specserve_observability.recorder import Recorder
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+Say = Callable[[str], None]
+
+
+class Built(msgspec.Struct, frozen=True):
+    engine: Engine
+    model_path: Path
+    memory: MemoryReport
+    dtype: str
+    call_sizes: tuple[int, ...]
+    drafter_names: tuple[str, ...]
+
+    def close(self) -> None:
+        """Nothing is held beyond the engine; kept so that callers have one ending."""
+
+
+class LoadedModel(msgspec.Struct, frozen=True):
+    decoder: Decoder
+    tokenizer: Tokenizer
+    path: Path
+
+
+def build_engine(
+    options: EngineOptions,
+    *,
+    recorder: Recorder | None = None,
+    model_name: str | None = None,
+    say: Say = lambda line: None,
+) -> Built:
+    """Load everything, measure what must be measured, decide the block count.
+
+    ConfigError or ModelError say what to change.
+    """
+    torch.set_num_threads(options.threads or os.cpu_count() or 1)
+    dtype = choose_dtype(options.dtype)
+    target = load_model(options.model, dtype, options.backend, say)
+    say(f"GEMM call sizes that agree bit for bit here: {_ranges(target.decoder.call_sizes)}")
+    drafts = load_draft_models(options, dtype, target, say)
+    memory = _plan_blocks(options, target, drafts)
+    config = _engine_config(options, memory, target)
+    drafters = _make_drafters(options, config, target, drafts)
+    names = tuple(drafters)
+    runner = ModelRunner(
+        target.decoder,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        vocab_size=min(target.tokenizer.vocab_size, target.decoder.vocab_size),
+        drafters=drafters,
+    )
+    engine = Engine(
+        model_name=model_name or options.model,
+        config=config,
+        runner=runner,
+        tokenizer=target.tokenizer,
+        limits=Limits.of(
+            config,
+            vocab_size=min(target.tokenizer.vocab_size, target.decoder.vocab_size),
+            eos_ids=target.tokenizer.eos_ids,
+            drafters=("none", *names),
+        ),
+        recorder=recorder
+        or Recorder(Metrics(drafters=names, max_draft_tokens=options.max_draft_tokens)),
+    )
+    return Built(engine, target.path, memory, dtype, target.decoder.call_sizes, names)
+
+
+def choose_dtype(asked: str) -> str:
+    """auto: bf16 where the CPU multiplies it natively, else fp32 (emulated bf16 costs per row)."""
+    if asked != "auto":
+        return asked
+    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
+
+
+def load_model(name: str, dtype: str, backend: str, say: Say) -> LoadedModel:
+    path = resolve_model(name)
+    say(f"loading {name} from {path} as {dtype}")
+    decoder = Decoder(
+        parse_model_config(read_config(path)),
+        load_weights(path),
+        dtype=DTYPES[dtype],
+        backend=make_backend(backend),
+    )
+    return LoadedModel(decoder, Tokenizer.load(path), path)
+
+
+def load_draft_models(
+    options: EngineOptions, dtype: str, target: LoadedModel, say: Say
+) -> Mapping[str, Decoder]:
+    """Decoders of the draft_model entries, by path; same tokenizer checked id for id."""
+    loaded = {}
+    for name, argument in parse_drafter_spec(options.drafters):
+        if name != "draft_model":
+            continue
+        if not argument:
+            raise ConfigError("--drafters draft_model needs a model: draft_model:PATH")
+        draft = load_model(argument, dtype, options.backend, say)
+        check_same_vocabulary(target.tokenizer, draft.tokenizer)
+        loaded[argument] = draft.decoder
+    return loaded
+
+
+def _make_drafters(
+    options: EngineOptions,
+    config: EngineConfig,
+    target: LoadedModel,
+    drafts: Mapping[str, Decoder],
+) -> dict[str, Drafter]:
+    drafters: dict[str, Drafter] = {}
+    for name, argument in parse_drafter_spec(options.drafters):
+        if name == "none":
+            continue
+        resources = DrafterResources(
+            argument=argument,
+            vocab_size=min(target.tokenizer.vocab_size, target.decoder.vocab_size),
+            model=drafts.get(argument or ""),
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+        )
+        drafters[name] = DRAFTERS[name](resources)
+    return drafters
+
+
+# ---- memory ------------------------------------------------------------------------------
+
+
+def _plan_blocks(
+    options: EngineOptions, target: LoadedModel, drafts: Mapping[str, Decoder]
+) -> MemoryReport:
+    models = [target.decoder, *drafts.values()]
+    budget = int(options.memory_gb * GIB) if options.memory_gb else physical_memory() // 2
+    return plan_memory(
+        budget=budget,
+        weights=sum(model.weight_bytes() for model in models),
+        activation=measure_activation(target.decoder, options.max_num_batched_tokens),
+        kv_bytes_per_token=sum(model.kv_bytes_per_token() for model in models),
+        block_size=options.block_size,
+        kv_limit=int(options.kv_cache_gb * GIB),
+    )
+
+
+def measure_activation(model: Decoder, num_tokens: int) -> int:
+    """Bytes by which the process's peak grows while one full step runs; warms the kernels up."""
+    block_size = 16
+    num_blocks = -(-num_tokens // block_size)
+    cache = model.new_kv_cache(num_blocks, block_size)
+    ids = torch.zeros(num_tokens, dtype=torch.int64)
+    batch = PagedBatch(
+        query_start_loc=(0, num_tokens),
+        context_lens=(0,),
+        block_tables=(tuple(range(num_blocks)),),
+        parents=(None,),
+        block_size=block_size,
+    )
+    before = _peak_bytes()
+    with torch.inference_mode():
+        model.forward(ids, torch.arange(num_tokens), batch, cache, [num_tokens - 1])
+    return _peak_bytes() - before
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _engine_config(
+    options: EngineOptions, memory: MemoryReport, target: LoadedModel
+) -> EngineConfig:
+    if options.max_num_batched_tokens < options.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {options.max_num_batched_tokens}, it must be at least "
+            f"--max-num-seqs ({options.max_num_seqs}): every decoding sequence needs one token"
+        )
+    if not 0 <= options.draft_tokens <= options.max_draft_tokens:
+        raise ConfigError(
+            f"--draft-tokens is {options.draft_tokens}, it must be from 0 to --max-draft-tokens "
+            f"({options.max_draft_tokens})"
+        )
+    longest = min(target.decoder.max_position_embeddings, memory.num_tokens)
+    asked = options.max_model_len
+    if asked is not None and not 1 <= asked <= longest:
+        raise ConfigError(
+            f"--max-model-len is {asked}, it must be from 1 to {longest}: the model's limit is "
+            f"{target.decoder.max_position_embeddings} and the KV pool holds {memory.num_tokens} "
+            "tokens (raise --kv-cache-gb)"
+        )
+    specs = parse_drafter_spec(options.drafters)
+    return EngineConfig(
+        block_size=options.block_size,
+        num_blocks=memory.num_blocks,
+        max_model_len=asked or longest,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_prefill_chunk=options.max_prefill_chunk,
+        max_waiting=options.max_waiting,
+        enable_prefix_caching=options.prefix_caching,
+        default_drafter=specs[0][0] if specs else "none",
+        default_draft_tokens=options.draft_tokens,
+        max_draft_tokens=options.max_draft_tokens,
+        default_verify=options.verify,
+    )
+
+
+def _ranges(sizes: tuple[int, ...]) -> str:
+    return ", ".join(str(size) for size in sizes)

@@ -1,0 +1,126 @@
+"""`specserve serve`: build, listen, say what to type next, drain on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+from aiohttp import web
+
+from specserve import __version__
+from specserve.compose import Built, build_engine
+from specserve.errors import ConfigError
+from specserve.options import ServeOptions
+from specserve.server.app import create_app
+from specserve_drafts import parse_drafter_spec
+from specserve_observability import names
+from specserve_observability.logs import configure_logging
+from specserve_observability.metrics import Gauges, Metrics, render
+from specserve_observability.tracing import Tracing, open_tracing
+
+
+def serve(options: ServeOptions) -> int:
+    """Run until SIGINT or SIGTERM; exit status 0 after a drained stop, 1 when the engine died."""
+    configure_logging(json=options.log_format == "json", level=options.log_level)
+    drafters = tuple(name for name, _ in parse_drafter_spec(options.drafters))
+    metrics = Metrics(drafters=drafters, max_draft_tokens=options.max_draft_tokens)
+    try:
+        tracing = open_tracing(
+            otlp_endpoint=options.otlp_endpoint,
+            trace_file=options.trace_file,
+            service_version=__version__,
+            metrics=metrics,
+            resource={names.MODEL_TARGET: options.model},
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot trace to where --otlp-endpoint or --trace-file say: {error}"
+        ) from error
+    try:
+        built = build_engine(
+            options,
+            recorder=tracing.recorder,
+            model_name=options.served_model_name or options.model,
+            say=_say,
+        )
+        return asyncio.run(_run(options, built, tracing, metrics))
+    finally:
+        tracing.shutdown()
+
+
+async def _run(options: ServeOptions, built: Built, tracing: Tracing, metrics: Metrics) -> int:
+    engine = built.engine
+
+    def metrics_text() -> str:
+        now = engine.snapshot()
+        return render(
+            metrics,
+            Gauges(
+                num_running=now.num_running,
+                num_waiting=now.num_waiting,
+                blocks_free=now.blocks_free,
+                blocks_cached=now.blocks_cached,
+                blocks_live=now.blocks_live,
+                engine_up=engine.error is None,
+            ),
+        )
+
+    app = create_app(engine, metrics_text=metrics_text, tracer=tracing.server_tracer)
+    # handler_cancellation: a client that goes away must stop its generation, streaming or not.
+    runner = web.AppRunner(
+        app, handler_cancellation=True, shutdown_timeout=options.drain_seconds, access_log=None
+    )
+    await engine.start()
+    await runner.setup()
+    site = web.TCPSite(runner, options.host, options.port)
+    try:
+        await site.start()
+    except OSError as error:
+        await engine.stop()
+        raise ConfigError(
+            f"cannot listen on {options.host}:{options.port}: {error.strerror}; "
+            "choose another --port"
+        ) from error
+    port = runner.addresses[0][1]
+    _greet(options, built, port)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()
+    _say("stopping: live streams may finish, new requests get 503")
+    await runner.cleanup()
+    await engine.stop()
+    return 0 if engine.error is None else 1
+
+
+def _greet(options: ServeOptions, built: Built, port: int) -> None:
+    url = f"http://{options.host}:{port}"
+    for line in built.memory.lines():
+        _say(line)
+    default = built.engine.config.default_drafter
+    _say(
+        f"speculation: {default}, K = {built.engine.config.default_draft_tokens}, "
+        f"verify {built.engine.config.default_verify}; "
+        f"loaded drafters: {', '.join(built.drafter_names) or 'none'}"
+    )
+    name = built.engine.model_name
+    body = f'{{"model": "{name}", "stream": true, "messages": '
+    body += '[{"role": "user", "content": "Hello!"}]}'
+    print(
+        f"""
+specserve {__version__} serves {name} at {url}  (Ctrl-C stops it)
+
+Type next, in another terminal:
+  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{body}'
+  .venv/bin/specserve loadgen --url {url} --concurrency 4
+  curl {url}/metrics
+""",
+        flush=True,
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

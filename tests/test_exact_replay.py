@@ -1,0 +1,218 @@
+"""Promise one: for a given seed the text is the same, token for token, however it is computed.
+
+The reference is plain decoding: no drafter, one request at a time, prompts computed whole, no
+prefix cache, a pool that never preempts. The model is a small float64 decoder with real KV.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from specserve.config import EngineConfig
+from specserve.drafting import Drafter
+from specserve.models.decoder import Decoder
+from specserve.types import SamplingParams, Speculation, TokenChunk
+from tests.engines import serving
+from tests.guessers import GUESSERS, make_guesser
+from tests.tiny_models import tiny_decoder
+
+NUM_TOKENS = 24
+TEMPERATURES = [0.0, 0.7, 1.0]
+PROMPTS = [
+    [5, 9, 5, 9, 5, 9, 5],
+    [1],
+    [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17],
+    [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 3, 3],
+    list(range(20, 53)),
+    [2, 2, 2, 2],
+    [40, 41, 42, 40, 41, 42, 40, 41],
+    [63, 0, 63],
+]
+BLOCK = 4
+LONGEST = max(len(prompt) for prompt in PROMPTS) + NUM_TOKENS
+SMALL_POOL = -(-LONGEST // BLOCK) + 6  # one long request and a little more
+
+
+@functools.cache
+def model() -> Decoder:
+    torch.set_num_threads(1)
+    return tiny_decoder(vocab=64, seed=3, dtype=torch.float64)
+
+
+def a_config(*, chunk: int = 64, cache: bool = False, pool: int = 512) -> EngineConfig:
+    return EngineConfig(
+        block_size=BLOCK,
+        num_blocks=pool,
+        max_model_len=LONGEST + 8,
+        max_num_seqs=8,
+        max_num_batched_tokens=96,
+        max_prefill_chunk=chunk,
+        enable_prefix_caching=cache,
+    )
+
+
+def params_of(temperature: float, idx: int) -> SamplingParams:
+    return SamplingParams(temperature=temperature, max_tokens=NUM_TOKENS, seed=1000 + idx)
+
+
+async def texts(
+    config: EngineConfig,
+    temperature: float,
+    *,
+    drafters: Mapping[str, Drafter] | None = None,
+    speculation: Speculation | None = None,
+    batch: int = 8,
+) -> list[TokenChunk]:
+    """Outputs of all prompts, `batch` of them at a time."""
+    done: list[TokenChunk] = []
+    async with serving(model(), config, drafters=drafters) as served:
+        for first in range(0, len(PROMPTS), batch):
+            requests = []
+            for idx in range(first, min(first + batch, len(PROMPTS))):
+                requests += served.requests(
+                    PROMPTS[idx],
+                    params_of(temperature, idx),
+                    name=f"{idx}",
+                    speculation=speculation,
+                )
+            done += await served.run(requests)
+    return done
+
+
+_plain: dict[float, list[tuple[int, ...]]] = {}
+
+
+async def plain_ids(temperature: float) -> list[tuple[int, ...]]:
+    if temperature not in _plain:
+        chunks = await texts(a_config(), temperature, batch=1)
+        _plain[temperature] = [chunk.token_ids for chunk in chunks]
+    return _plain[temperature]
+
+
+async def truth_of(temperature: float) -> dict[tuple[int, ...], tuple[int, ...]]:
+    ids = await plain_ids(temperature)
+    return {tuple(prompt): out for prompt, out in zip(PROMPTS, ids, strict=True)}
+
+
+async def test_the_reference_texts_are_worth_comparing() -> None:
+    by_temperature = [await plain_ids(temperature) for temperature in TEMPERATURES]
+    for ids in by_temperature:
+        assert all(len(text) == NUM_TOKENS for text in ids)
+        assert len(set(ids)) == len(PROMPTS)
+        assert sum(len(set(text)) for text in ids) > 6 * len(PROMPTS)  # no constant loops
+    assert by_temperature[0] != by_temperature[1] != by_temperature[2]
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("num_guesses", [0, 1, 3, 7])
+@pytest.mark.parametrize("guesser", GUESSERS)
+async def test_text_is_the_same_however_it_is_computed(
+    guesser: str, num_guesses: int, temperature: float
+) -> None:
+    truth = await truth_of(temperature)
+    expected = await plain_ids(temperature)
+    for batch in (1, 8):
+        for chunk in (3, 64):
+            for cache in (False, True):
+                for pool in (SMALL_POOL, 512):
+                    config = a_config(chunk=chunk, cache=cache, pool=pool)
+                    drafter = make_guesser(guesser, model(), truth, config)
+                    chunks = await texts(
+                        config,
+                        temperature,
+                        drafters={guesser: drafter},
+                        speculation=Speculation(drafter=guesser, max_draft_tokens=num_guesses),
+                        batch=batch,
+                    )
+                    setting = f"batch {batch}, chunk {chunk}, cache {cache}, pool {pool}"
+                    assert [c.token_ids for c in chunks] == expected, setting
+                    if pool == SMALL_POOL and batch == 8:
+                        assert sum(c.num_preemptions for c in chunks) > 0, "nothing was preempted"
+
+
+async def test_the_settings_really_differ() -> None:
+    """The oracle is always right, its opposite never: else the matrix would show nothing."""
+    truth = await truth_of(0.7)
+    rates = {}
+    for guesser in ("oracle", "anti", "draft_model"):
+        chunks = await texts(
+            a_config(),
+            0.7,
+            drafters={guesser: make_guesser(guesser, model(), truth, a_config())},
+            speculation=Speculation(drafter=guesser, max_draft_tokens=3),
+        )
+        stats = [chunk.stats for chunk in chunks if chunk.stats is not None]
+        drafted = sum(s.num_draft_tokens for s in stats)
+        assert drafted > 0
+        rates[guesser] = sum(s.num_accepted_draft_tokens for s in stats) / drafted
+    assert rates == {"oracle": 1.0, "anti": 0.0, "draft_model": 1.0}
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+async def test_every_request_of_a_mixed_batch_replays_and_speculation_may_change_midway(
+    temperature: float,
+) -> None:
+    truth = await truth_of(temperature)
+    expected = await plain_ids(temperature)
+    config = a_config(chunk=5, cache=True, pool=SMALL_POOL + 20)
+    drafters = {name: make_guesser(name, model(), truth, config) for name in GUESSERS}
+    async with serving(model(), config, drafters=drafters) as served:
+        requests = []
+        for idx, prompt in enumerate(PROMPTS):
+            name = GUESSERS[idx % len(GUESSERS)]
+            speculation = Speculation(drafter=name, max_draft_tokens=idx)
+            requests += served.requests(
+                prompt, params_of(temperature, idx), name=f"{idx}", speculation=speculation
+            )
+        chunks = await served.run(requests)
+        assert [chunk.token_ids for chunk in chunks] == expected
+        # A text continued by another request, from any point, with another drafter: positions and
+        # seed are the same, so the rest is the same.
+        for idx, prompt in enumerate(PROMPTS):
+            cut = 5 + idx
+            params = SamplingParams(
+                temperature=temperature, max_tokens=NUM_TOKENS - cut, seed=1000 + idx
+            )
+            speculation = Speculation(
+                drafter=GUESSERS[(idx + 2) % len(GUESSERS)], max_draft_tokens=7 - idx % 7
+            )
+            [request] = served.requests(
+                [*prompt, *expected[idx][:cut]], params, name="rest", speculation=speculation
+            )
+            rest = await served.collect(request)
+            assert rest.token_ids == expected[idx][cut:]
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+@pytest.mark.parametrize("guesser", ["anti", "draft_model", "tree"])
+async def test_penalties_count_guesses_only_once_they_are_tokens(guesser: str, name: str) -> None:
+    strong = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=NUM_TOKENS,
+        seed=1,
+        min_tokens=6,
+        logit_bias={3: 5.0, 9: -100.0},
+        **{name: strong[name]},
+    )
+    ids = {}
+    for num_guesses in (0, 5):
+        config = a_config()
+        drafter = make_guesser(guesser, model(), await truth_of(0.0), config)
+        async with serving(
+            model(), config, drafters={guesser: drafter}, eos_ids=frozenset({11})
+        ) as served:
+            requests = []
+            for idx, prompt in enumerate(PROMPTS):
+                requests += served.requests(
+                    prompt,
+                    params,
+                    name=f"{idx}",
+                    speculation=Speculation(drafter=guesser, max_draft_tokens=num_guesses),
+                )
+            ids[num_guesses] = [chunk.token_ids for chunk in await served.run(requests)]
+    assert ids[0] == ids[5]
