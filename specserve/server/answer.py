@@ -1,0 +1,126 @@
+"""A job's reply, whole or streamed: the one path every generation takes, with one ending."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+
+from specserve.errors import RequestError
+from specserve.server import errors
+from specserve.server.job import Job
+from specserve.server.source import ChunkSource
+from specserve.server.sse import EventStream
+from specserve.server.state import CONTEXT, STATE
+from specserve.server.tally import Tally
+from specserve.stream import merge
+from specserve.types import TokenChunk
+from specserve_observability import names
+from specserve_observability.logs import get_logger
+
+_log = get_logger("specserve.server")
+
+
+class Shape(Protocol):
+    """How one endpoint spells its replies. Holds what it needs between chunks of one reply."""
+
+    def events(self, idx: int, chunk: TokenChunk, tally: Tally) -> list[msgspec.Struct]:
+        """Stream events for one chunk of choice idx; the tally counts it already."""
+        ...
+
+    def usage_event(self, tally: Tally) -> msgspec.Struct:
+        """The event with choices [] that stream_options.include_usage asks for."""
+        ...
+
+    def whole(self, chunks: list[TokenChunk], tally: Tally) -> msgspec.Struct:
+        """The reply that is not streamed, from each choice's merged chunks."""
+        ...
+
+
+async def answer(request: web.Request, job: Job, shape: Shape) -> web.StreamResponse:
+    tally = Tally([len(ids) for ids in job.prompts], job.params.n, detailed=job.detailed)
+    try:
+        if job.stream:
+            return await _stream(request, job, shape, tally)
+        return await _whole(request, job, shape, tally)
+    finally:
+        _note(request, job, tally)
+
+
+async def _whole(request: web.Request, job: Job, shape: Shape, tally: Tally) -> web.Response:
+    state = request.app[STATE]
+    merged: dict[int, TokenChunk] = {}
+    async with state.lifecycle.replying(), ChunkSource(state.engine, job.requests) as source:
+        while not tally.complete:
+            for idx, chunk in await source.next():
+                merged[idx] = merge(merged[idx], chunk) if idx in merged else chunk
+                tally.add(idx, chunk)
+    reply = shape.whole([merged[idx] for idx in range(len(job.requests))], tally)
+    return json_response(reply)
+
+
+async def _stream(request: web.Request, job: Job, shape: Shape, tally: Tally) -> web.StreamResponse:
+    state = request.app[STATE]
+    events = EventStream(request, write_seconds=state.settings.write_seconds)
+    try:
+        async with state.lifecycle.replying(), ChunkSource(state.engine, job.requests) as source:
+            await events.open()
+            await _forward(source, events, shape, tally, state.settings.keep_alive_seconds)
+            if job.include_usage:
+                await events.send([shape.usage_event(tally)])
+            await events.done()
+    except RequestError as error:
+        if not events.is_open:
+            raise
+        await _fail(request, events, errors.public_error(error))
+    except ConnectionError:
+        raise
+    except Exception:
+        if not events.is_open:
+            raise
+        _log.exception("stream_failed", request_id=request[CONTEXT].request_id)
+        await _fail(request, events, errors.internal_error())
+    return events.response
+
+
+async def _forward(
+    source: ChunkSource, events: EventStream, shape: Shape, tally: Tally, idle_seconds: float
+) -> None:
+    while not tally.complete:
+        arrived = await source.next(idle_seconds)
+        if not arrived:
+            await events.keep_alive()
+        ready: list[msgspec.Struct] = []
+        for idx, chunk in arrived:
+            tally.add(idx, chunk)
+            ready += shape.events(idx, chunk, tally)
+        await events.send(ready)
+
+
+async def _fail(request: web.Request, events: EventStream, error: RequestError) -> None:
+    request[CONTEXT].failed_status = error.status
+    await events.fail(error)
+
+
+def json_response(reply: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+
+
+def _note(request: web.Request, job: Job, tally: Tally) -> None:
+    """What the request's span says; numbers carry their metric's name."""
+    usage = tally.usage()
+    attributes = request[CONTEXT].attributes
+    attributes[names.GEN_AI_RESPONSE_ID] = job.reply_id
+    attributes[names.GEN_AI_PROVIDER] = names.REQUEST_SERVICE
+    attributes[names.GEN_AI_REQUEST_MODEL] = job.model
+    attributes[names.GEN_AI_INPUT_TOKENS] = usage.prompt_tokens
+    attributes[names.GEN_AI_OUTPUT_TOKENS] = usage.completion_tokens
+    attributes[names.GEN_AI_CACHED_TOKENS] = usage.prompt_tokens_details.cached_tokens
+    if reasons := tally.finish_reasons:
+        attributes[names.GEN_AI_FINISH_REASONS] = reasons
+    if tally.complete:
+        spec = tally.metrics().speculative_decoding
+        attributes[names.SPEC_STEPS] = spec.num_spec_steps
+        attributes[names.SPEC_DRAFT_TOKENS] = spec.num_draft_tokens
+        attributes[names.SPEC_ACCEPTED_TOKENS] = spec.num_accepted_draft_tokens

@@ -1,0 +1,97 @@
+"""The application and its runner.
+
+The composition root starts the engine, then serves this application with `create_runner`, then
+on a signal awaits `drain(app)`, cleans the runner up and stops the engine:
+
+    await engine.start()
+    app = create_app(engine, metrics_text=...)
+    runner = create_runner(app)
+    await runner.setup()
+    await web.TCPSite(runner, host, port).start()
+    ...
+    await drain(app)          # /ready turns 503 while the port still answers
+    await runner.cleanup()
+    await engine.stop()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from specserve.engine import Engine
+from specserve.server import chat, completions, operations, tokens
+from specserve.server.middleware import ROUTE_NAMES, add_request_id, around
+from specserve.server.protocol import Runner
+from specserve.server.state import STATE, Lifecycle, ServerSettings, ServerState
+from specserve.server.tracing import PassThroughTracer, ServerTracer
+
+ROUTES: dict[tuple[str, str], Handler] = {
+    ("POST", "/v1/completions"): completions.completions,
+    ("POST", "/v1/chat/completions"): chat.chat_completions,
+    ("GET", "/v1/models"): operations.list_models,
+    ("GET", "/v1/models/{id}"): operations.get_model,
+    ("POST", "/tokenize"): tokens.tokenize,
+    ("POST", "/detokenize"): tokens.detokenize,
+    ("GET", "/health"): operations.health,
+    ("GET", "/ready"): operations.ready,
+    ("GET", "/version"): operations.version,
+    ("GET", "/metrics"): operations.metrics,
+}
+
+
+def create_app(
+    engine: Engine,
+    *,
+    metrics_text: Callable[[], str],
+    tracer: ServerTracer | None = None,
+    settings: ServerSettings | None = None,
+) -> web.Application:
+    """engine: started by the caller, and stopped by it. metrics_text: Prometheus text, now."""
+    settings = settings or ServerSettings()
+    app = web.Application(middlewares=[around], client_max_size=settings.max_body_bytes)
+    app[STATE] = ServerState(
+        engine=engine,
+        metrics_text=metrics_text,
+        tracer=tracer or PassThroughTracer(),
+        settings=settings,
+        lifecycle=Lifecycle(),
+    )
+    app[ROUTE_NAMES] = {}
+    for (method, path), handler in ROUTES.items():
+        for pattern in _spellings(path):
+            route = app.router.add_route(method, pattern, handler)
+            if method == "GET":
+                app.router.add_route("HEAD", pattern, handler)
+            assert route.resource is not None
+            app[ROUTE_NAMES][route.resource] = path
+    app.on_response_prepare.append(add_request_id)
+    app.on_startup.append(_mark_started)
+    app.on_shutdown.append(drain)
+    return app
+
+
+def create_runner(app: web.Application) -> web.AppRunner:
+    """Serves `app` with JSON errors, deadlines, and handlers that end when their client leaves."""
+    # Replies that were cut have this long to say so.
+    return Runner(app, shutdown_timeout=5.0)
+
+
+async def drain(app: web.Application) -> None:
+    """Take no new requests; return when live replies have ended or have been cut."""
+    state = app[STATE]
+    await state.lifecycle.drain(state.settings.drain_seconds)
+
+
+async def _mark_started(app: web.Application) -> None:
+    app[STATE].lifecycle.started = True
+
+
+def _spellings(path: str) -> tuple[str, ...]:
+    """The path, and the same with any slash repeated: base URLs often end in one."""
+    pattern = path.replace("{id}", "{id:.+}")
+    parts = pattern.removeprefix("/").split("/")
+    repeated = "".join(f"{{slashes{i}:/+}}{part}" for i, part in enumerate(parts))
+    return (pattern, repeated)

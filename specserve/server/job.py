@@ -1,0 +1,126 @@
+"""One generation as asked over HTTP: the parsed body made into Requests and reply options."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from specserve.admission import make_requests
+from specserve.engine import Engine
+from specserve.errors import RequestError
+from specserve.server.middleware import valid_request_id
+from specserve.server.params import speculation
+from specserve.server.replies import Usage
+from specserve.server.state import CONTEXT, STATE
+from specserve.server.tally import Tally
+from specserve.server.wire import GenerationBody
+from specserve.types import Request, SamplingParams
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """requests: prompt index * n + i. Each prompt's ids are kept once, in prompts."""
+
+    reply_id: str
+    created: int  # Unix seconds
+    model: str
+    prompts: list[list[int]]
+    params: SamplingParams
+    requests: list[Request]
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    detailed: bool
+    return_token_ids: bool
+
+    def running_usage(self, tally: Tally) -> Usage | UnsetType | None:
+        """Of a chunk that is not the usage chunk: counts, null, or no key, as was asked."""
+        if self.continuous_usage:
+            return tally.usage()
+        return None if self.include_usage else UNSET
+
+
+def check_model(engine: Engine, name: str | None) -> None:
+    if name is not None and name != engine.model_name:
+        raise RequestError(
+            f"the model {name[:200]!r} does not exist here, this server has {engine.model_name!r}",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+
+
+def make_job(
+    request: web.Request,
+    body: GenerationBody,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    *,
+    prefix: str,
+    param_names: Mapping[str, str],
+) -> Job:
+    """prefix: of the reply's id; param_names: what this endpoint calls admission's fields."""
+    engine = request.app[STATE].engine
+    adopt_request_id(request, body.request_id)
+    # Made here: two live requests may well carry the same x-request-id.
+    reply_id = f"{prefix}-{uuid.uuid4().hex}"
+    try:
+        requests = _requests(request, body, prompts, params, reply_id)
+    except RequestError as error:
+        error.param = param_names.get(error.param or "", error.param)
+        raise
+    options = body.stream_options
+    return Job(
+        reply_id=reply_id,
+        created=int(time.time()),
+        model=engine.model_name,
+        prompts=prompts,
+        params=params,
+        requests=requests,
+        stream=bool(body.stream),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        detailed=bool(body.speculation and body.speculation.detailed),
+        return_token_ids=bool(body.return_token_ids),
+    )
+
+
+def _requests(
+    request: web.Request,
+    body: GenerationBody,
+    prompts: Seq[Seq[int]],
+    params: SamplingParams,
+    reply_id: str,
+) -> list[Request]:
+    context = request[CONTEXT]
+    return [
+        one
+        for i, prompt_ids in enumerate(prompts)
+        for one in make_requests(
+            request.app[STATE].engine.limits,
+            prompt_ids,
+            params,
+            request_id=reply_id if len(prompts) == 1 else f"{reply_id}-p{i}",
+            speculation=speculation(body),
+            priority=0 if body.priority is None else body.priority,
+            cache_salt=body.cache_salt,
+            traceparent=context.span.traceparent,
+        )
+    ]
+
+
+def adopt_request_id(request: web.Request, name: str | None) -> None:
+    """vLLM's body field: used like the header, which wins."""
+    if name is None:
+        return
+    if not valid_request_id(name):
+        raise RequestError(
+            "request_id must be 1 to 128 letters, digits or any of . _ : -", param="request_id"
+        )
+    if "x-request-id" not in request.headers:
+        request[CONTEXT].request_id = name

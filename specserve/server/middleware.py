@@ -1,0 +1,87 @@
+"""Around every request: its id, its span, and the promise that every error has one shape."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from specserve.errors import EngineError, RequestError
+from specserve.server import errors
+from specserve.server.protocol import ServerProtocol
+from specserve.server.state import CONTEXT, STATE, RequestContext
+from specserve_observability.logs import get_logger
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# What a span says of a client that left; there is no reply to carry it.
+CLIENT_CLOSED_REQUEST = 499
+
+_log = get_logger("specserve.server")
+
+ROUTE_NAMES = web.AppKey("route_names", dict[web.AbstractResource, str])
+
+
+def valid_request_id(value: str) -> bool:
+    return _REQUEST_ID.fullmatch(value) is not None
+
+
+def _route_name(request: web.Request) -> str:
+    """The endpoint as documented: a raw path would make every probe a new name."""
+    resource = request.match_info.route.resource
+    if resource is None:
+        return "unmatched"
+    return request.app[ROUTE_NAMES].get(resource, "unmatched")
+
+
+@web.middleware
+async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if isinstance(request.protocol, ServerProtocol):
+        request.protocol.headers_arrived()
+    asked = request.headers.get("x-request-id", "")
+    context = RequestContext(
+        request_id=asked if valid_request_id(asked) else f"req-{uuid.uuid4().hex}",
+        span=request.app[STATE].tracer.start(
+            method=request.method, route=_route_name(request), headers=request.headers
+        ),
+    )
+    request[CONTEXT] = context
+    status = CLIENT_CLOSED_REQUEST
+    try:
+        response = await _answer(request, handler)
+        status = context.failed_status or response.status
+        return response
+    except (ConnectionError, asyncio.CancelledError):
+        context.attributes["specserve.client.disconnected"] = True
+        raise
+    finally:
+        context.span.end(status, context.attributes)
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except (RequestError, EngineError) as error:
+        return errors.error_response(errors.public_error(error))
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        refusal = errors.from_http_exception(error, method=request.method, path=request.path)
+        response = errors.error_response(refusal)
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+    except ConnectionError:
+        raise
+    except Exception:
+        _log.exception("request_failed", request_id=request[CONTEXT].request_id)
+        return errors.error_response(errors.internal_error())
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """on_response_prepare: streams and errors alike."""
+    context = request.get(CONTEXT)
+    if context is not None:
+        response.headers["x-request-id"] = context.request_id

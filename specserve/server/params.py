@@ -1,0 +1,199 @@
+"""From a body's fields to SamplingParams: names translated, defaults filled, the rest refused.
+
+Ranges that belong to sampling are admission's to check; here only what this API narrows further.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from specserve.errors import RequestError
+from specserve.server.wire import ChatBody, CompletionBody, GenerationBody
+from specserve.types import SamplingParams, Speculation
+
+MAX_COMPLETION_LOGPROBS = 5
+MAX_TOP_LOGPROBS = 20
+MAX_PARALLEL = 128  # sequences that one request may start: prompts x n
+
+_DEFAULTS = SamplingParams()
+_TOKEN_ID = re.compile(r"-?\d{1,10}")
+
+_UNSUPPORTED = (
+    "echo",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+    "allowed_token_ids",
+    "bad_words",
+    "logits_processors",
+    "use_beam_search",
+    "length_penalty",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+_UNSUPPORTED_COMPLETION = ("suffix",)
+_UNSUPPORTED_CHAT = (
+    "tools",
+    "functions",
+    "function_call",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "audio",
+    "prediction",
+)
+
+
+def _asks_for_nothing(name: str, value: object) -> bool:
+    """0 is not among them: prompt_logprobs 0 asks for something."""
+    if value is None or value is False or value in ("", "none", [], {}):
+        return True
+    return name == "length_penalty" and value == 1  # some clients send the default
+
+
+def _refuse(name: str) -> RequestError:
+    return RequestError(
+        f"{name} is not supported yet by this server: leave it out",
+        param=name,
+        code="unsupported_parameter",
+    )
+
+
+def refuse_unsupported(body: CompletionBody | ChatBody) -> None:
+    """RequestError for the first field that would change the answer and cannot be honoured."""
+    chat = isinstance(body, ChatBody)
+    fields = msgspec.structs.asdict(body)
+    for name in (*_UNSUPPORTED, *(_UNSUPPORTED_CHAT if chat else _UNSUPPORTED_COMPLETION)):
+        if not _asks_for_nothing(name, fields[name]):
+            raise _refuse(name)
+    if body.response_format not in (None, {"type": "text"}):
+        raise _refuse("response_format")
+    if isinstance(body, ChatBody):
+        if body.tool_choice not in (None, "none", "auto"):
+            raise _refuse("tool_choice")
+        return
+    n = 1 if body.n is None else body.n
+    if body.best_of is not None and body.best_of != n:
+        raise RequestError(
+            f"best_of is {body.best_of} and n is {n}: best_of other than n is not supported yet "
+            "by this server, leave it out",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+
+
+def check_stream_options(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError(
+            "stream_options is only allowed when stream is true: leave it out or set stream",
+            param="stream_options",
+        )
+
+
+def check_parallel(num_prompts: int, n: int) -> None:
+    if not 1 <= n <= MAX_PARALLEL:
+        raise RequestError(f"n is {n}, it must be from 1 to {MAX_PARALLEL}", param="n")
+    if num_prompts * n > MAX_PARALLEL:
+        raise RequestError(
+            f"{num_prompts} prompts with n = {n} make {num_prompts * n} sequences, one request may "
+            f"start {MAX_PARALLEL}: send several requests",
+            param="prompt" if n == 1 else "n",
+        )
+
+
+def completion_params(body: CompletionBody) -> SamplingParams:
+    if body.logprobs is not None and not 0 <= body.logprobs <= MAX_COMPLETION_LOGPROBS:
+        raise RequestError(
+            f"logprobs is {body.logprobs}, it must be from 0 to {MAX_COMPLETION_LOGPROBS}",
+            param="logprobs",
+        )
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    return _params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+
+
+def chat_params(body: ChatBody) -> SamplingParams:
+    """Without max_tokens a chat reply may fill the context, as in OpenAI's API."""
+    top = 0 if body.top_logprobs is None else body.top_logprobs
+    if not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs is {top}, it must be from 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs"
+        )
+    if top and not body.logprobs:
+        raise RequestError(
+            f"top_logprobs is {top} but logprobs is not true: set logprobs", param="top_logprobs"
+        )
+    max_tokens = body.max_tokens
+    if body.max_completion_tokens is not None:
+        max_tokens = body.max_completion_tokens
+    return _params(body, max_tokens=max_tokens, logprobs=top if body.logprobs else None)
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _given_int(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _params(
+    body: GenerationBody, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    default = _DEFAULTS
+    min_tokens = _given_int(body.min_tokens, default.min_tokens)
+    if min_tokens < 0 or (max_tokens is not None and min_tokens > max_tokens):
+        raise RequestError(
+            f"min_tokens is {min_tokens}, it must be from 0 to max_tokens", param="min_tokens"
+        )
+    return SamplingParams(
+        n=_given_int(body.n, default.n),
+        temperature=_given(body.temperature, default.temperature),
+        top_k=_given_int(body.top_k, default.top_k),
+        top_p=_given(body.top_p, default.top_p),
+        min_p=_given(body.min_p, default.min_p),
+        seed=body.seed,
+        presence_penalty=_given(body.presence_penalty, default.presence_penalty),
+        frequency_penalty=_given(body.frequency_penalty, default.frequency_penalty),
+        repetition_penalty=_given(body.repetition_penalty, default.repetition_penalty),
+        logit_bias=_logit_bias(body.logit_bias),
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+        stop=_stop_strings(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        ignore_eos=bool(body.ignore_eos),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        logprobs=logprobs,
+    )
+
+
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
+    """JSON has only string keys; OpenAI's are token ids in decimal."""
+    out: dict[int, float] = {}
+    for key, value in (bias or {}).items():
+        if not _TOKEN_ID.fullmatch(key, endpos=64) or not key.isascii():
+            raise RequestError(
+                f"logit_bias has the key {key[:64]!r}, keys must be token ids in decimal",
+                param="logit_bias",
+            )
+        out[int(key)] = value
+    return out
+
+
+def speculation(body: GenerationBody) -> Speculation | None:
+    asked = body.speculation
+    if asked is None:
+        return None
+    return Speculation(
+        drafter=asked.drafter, max_draft_tokens=asked.max_draft_tokens, verify=asked.verify
+    )

@@ -1,0 +1,185 @@
+"""From prompts and messages to token ids, never on the event loop.
+
+Text that cannot fit is refused before it is tokenized: a tokenizer's time grows with the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from specserve.chat_template import render_chat
+from specserve.engine import Engine
+from specserve.errors import RequestError
+from specserve.server.wire import MessageBody, Prompt
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Long tokens are rare: text with more characters per token of context than this cannot fit.
+MAX_CHARS_PER_TOKEN = 16
+
+
+def split_prompts(prompt: Prompt | None) -> list[str | list[int]]:
+    """One entry per prompt: a text, or token ids. RequestError names `prompt`."""
+    if prompt is None:
+        raise RequestError("prompt is required: give a text or token ids", param="prompt")
+    if isinstance(prompt, str):
+        return [_not_empty(prompt)]
+    if not prompt:
+        raise RequestError("prompt is an empty list: give a text or token ids", param="prompt")
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) == len(prompt):
+        return [ids]
+    texts = [item for item in prompt if isinstance(item, str)]
+    if len(texts) == len(prompt):
+        return [_not_empty(text) for text in texts]
+    lists = [item for item in prompt if isinstance(item, list)]
+    if len(lists) == len(prompt):
+        return [_not_empty(item) for item in lists]
+    raise RequestError(
+        "prompt mixes kinds: give a text, a list of texts, token ids, or a list of lists of "
+        "token ids",
+        param="prompt",
+    )
+
+
+def _not_empty(prompt: str | list[int]) -> str | list[int]:
+    if not prompt:
+        raise RequestError("prompt is empty: it must have at least one token", param="prompt")
+    return prompt
+
+
+def check_text_size(num_chars: int, max_model_len: int, param: str) -> None:
+    if num_chars > MAX_CHARS_PER_TOKEN * max_model_len:
+        raise RequestError(
+            f"This model's maximum context length is {max_model_len} tokens. However, {param} has "
+            f"{num_chars} characters, more than {MAX_CHARS_PER_TOKEN} for each of them: shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+async def encode_prompts(
+    engine: Engine, prompts: Seq[str | list[int]], *, add_special_tokens: bool
+) -> list[list[int]]:
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            check_text_size(len(prompt), engine.limits.max_model_len, "prompt")
+
+    def encode() -> list[list[int]]:
+        return [
+            list(engine.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+
+    if not any(isinstance(prompt, str) for prompt in prompts):
+        return encode()
+    return await engine.run_off_loop(encode)
+
+
+async def encode_chat(
+    engine: Engine,
+    messages: list[MessageBody] | None,
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    add_special_tokens: bool,
+) -> list[int]:
+    """The prompt of a conversation through the model's chat template.
+
+    Templates write their own special tokens, so add_special_tokens would double the first.
+    """
+    if add_special_tokens:
+        raise RequestError(
+            "add_special_tokens is true, but the chat template adds them itself: leave it out",
+            param="add_special_tokens",
+            code="unsupported_parameter",
+        )
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt are both true: choose one",
+            param="continue_final_message",
+        )
+    plain = plain_messages(messages)
+    num_chars = sum(len(message["content"]) for message in plain)
+    check_text_size(num_chars, engine.limits.max_model_len, "messages")
+    if continue_final_message and plain[-1]["role"] != "assistant":
+        raise RequestError(
+            "continue_final_message is true but the last message is not the assistant's",
+            param="continue_final_message",
+        )
+
+    def render() -> list[int]:
+        return list(
+            render_chat(
+                engine.tokenizer,
+                plain,
+                add_generation_prompt=add_generation_prompt is not False
+                and not continue_final_message,
+                continue_final_message=bool(continue_final_message),
+            )
+        )
+
+    return await engine.run_off_loop(render)
+
+
+def plain_messages(messages: list[MessageBody] | None) -> list[dict[str, str]]:
+    """Roles and text only, as templates take them. RequestError names messages[i].field."""
+    if not messages:
+        raise RequestError("messages is empty: it must have at least one message", param="messages")
+    return [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _plain_message(message: MessageBody, where: str) -> dict[str, str]:
+    if message.role not in ROLES:
+        raise RequestError(
+            f"{where}.role is {message.role[:64]!r}, it must be one of: {', '.join(ROLES)}",
+            param=f"{where}.role",
+        )
+    for name, value in (
+        ("tool_calls", message.tool_calls),
+        ("function_call", message.function_call),
+    ):
+        if value:
+            raise RequestError(
+                f"{where}.{name} is not supported yet by this server: leave it out",
+                param=f"{where}.{name}",
+                code="unsupported_parameter",
+            )
+    plain = {
+        # Newer clients call it developer; templates know it as system.
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _content_text(message, where),
+    }
+    if message.name is not None:
+        plain["name"] = message.name
+    return plain
+
+
+def _content_text(message: MessageBody, where: str) -> str:
+    if message.content is None:
+        if message.role != "assistant":
+            raise RequestError(
+                f"{where}.content is missing: it must be a text", param=f"{where}.content"
+            )
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    for i, part in enumerate(message.content):
+        if part.type != "text" or part.text is None:
+            raise RequestError(
+                f"{where}.content[{i}] is of type {part.type[:64]!r}, this server reads only parts "
+                "of type 'text'",
+                param=f"{where}.content[{i}]",
+                code="unsupported_parameter",
+            )
+    return "".join(part.text or "" for part in message.content)
+
+
+def check_ids(token_ids: Seq[int], vocab_size: int, param: str) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{param} holds token id {token_id}, this model's ids are 0 to {vocab_size - 1}",
+                param=param,
+            )

@@ -1,0 +1,194 @@
+"""Reply bodies and stream chunks, as OpenAI and vLLM spell them. Encoded by msgspec as they are.
+
+UNSET leaves a key out, None writes null: clients tell the two apart.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from specserve.types import FinishReason
+
+StopReason = str | int | None
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class SpeculativeDecoding(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's per-request acceptance metrics, name for name."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    per_step_accepted: list[int] | UnsetType = UNSET
+    per_step_drafted: list[int] | UnsetType = UNSET
+
+
+class SpecserveMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Ours. Seconds are those of the sequence that took longest; counts are sums."""
+
+    drafters: list[str]
+    drafted_per_position: list[int]
+    accepted_per_position: list[int]
+    queue_seconds: float | None
+    prefill_seconds: float | None
+    decode_seconds: float | None
+    preemptions: int
+    steps: int
+
+
+class Metrics(msgspec.Struct, frozen=True):
+    speculative_decoding: SpeculativeDecoding
+    specserve: SpecserveMetrics
+
+
+# ---- log-probabilities -----------------------------------------------------------------------
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+# ---- /v1/completions -------------------------------------------------------------------------
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a reply and of a stream chunk alike."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: StopReason = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    metrics: Metrics | UnsetType = UNSET
+
+
+# ---- /v1/chat/completions --------------------------------------------------------------------
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: StopReason
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: Metrics
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: StopReason | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    metrics: Metrics | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+# ---- models, tokens --------------------------------------------------------------------------
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "specserve"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(msgspec.Struct, frozen=True):
+    prompt: str

@@ -1,0 +1,107 @@
+"""What every handler shares: one value in the application, and what one request carries."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import web
+
+from specserve.engine import Engine
+from specserve.server import errors
+from specserve.server.tracing import AttributeValue, ServerSpan, ServerTracer
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    keep_alive_seconds: float = 10.0  # a comment line after this long without an event
+    write_seconds: float = 60.0  # a client that reads nothing for this long is cut off
+    header_seconds: float = 30.0  # from connection to the end of the first request's headers
+    body_seconds: float = 60.0  # from there to the end of the body
+    idle_connection_seconds: float = 75.0  # a kept-alive connection without a request
+    drain_seconds: float = 30.0  # at shutdown, for live replies to end by themselves
+    max_body_bytes: int = 8 * 1024 * 1024  # after decompression
+    off_loop_body_bytes: int = 64 * 1024  # larger bodies are parsed on a helper thread
+
+
+class Lifecycle:
+    """Which replies are under way, and how they end when the server does."""
+
+    def __init__(self) -> None:
+        self.started = False
+        self.draining = False
+        self._scopes: set[asyncio.Timeout] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextlib.asynccontextmanager
+    async def replying(self) -> AsyncIterator[None]:
+        """Around the making of one reply; RequestError 503 when shutdown cuts it short."""
+        scope = asyncio.timeout(None)
+        self._scopes.add(scope)
+        self._idle.clear()
+        try:
+            async with scope:
+                yield
+        except TimeoutError:
+            if scope.expired():
+                raise errors.cut_short() from None
+            raise
+        finally:
+            self._scopes.discard(scope)
+            if not self._scopes:
+                self._idle.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, wait for live replies, cut those that outlast `seconds`."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            now = asyncio.get_running_loop().time()
+            for scope in self._scopes:
+                scope.reschedule(now)
+
+
+@dataclass(frozen=True)
+class ServerState:
+    engine: Engine
+    metrics_text: Callable[[], str]
+    tracer: ServerTracer
+    settings: ServerSettings
+    lifecycle: Lifecycle
+
+    def check_serving(self) -> None:
+        """RequestError 503 unless new work can be taken."""
+        if self.lifecycle.draining:
+            raise errors.stopping()
+        if self.engine.error is not None:
+            raise errors.engine_dead(self.engine.error)
+
+
+@dataclass
+class RequestContext:
+    """One HTTP request's identity and what its span will say."""
+
+    request_id: str  # echoed as x-request-id; never the engine's id
+    span: ServerSpan
+    attributes: dict[str, AttributeValue] = field(default_factory=dict)
+    failed_status: int | None = None  # of an error event, after a status line that said 200
+
+
+STATE = web.AppKey("state", ServerState)
+CONTEXT = web.RequestKey("context", RequestContext)
+
+
+@contextlib.contextmanager
+def timed_child(request: web.Request, name: str) -> Iterator[None]:
+    """Record the body of the with statement as a child of the request's span."""
+    start = time.time()
+    try:
+        yield
+    finally:
+        request[CONTEXT].span.child(name, start, time.time(), {})
