@@ -79,6 +79,10 @@ class Served(msgspec.Struct):
             cache_salt=cache_salt,
         )
 
+    async def until_idle(self) -> None:
+        while self.engine.snapshot().num_running or self.engine.snapshot().num_waiting:
+            await asyncio.sleep(0.001)
+
     async def run(self, requests: Seq[Request]) -> list[TokenChunk]:
         """Each request's whole output, all submitted at once."""
         return list(await asyncio.gather(*(self.collect(request) for request in requests)))
@@ -100,8 +104,12 @@ async def serving(
     vocab_size: int | None = None,
     eos_ids: frozenset[int] = frozenset(),
     tokenizer: object | None = None,
+    error: str | None = None,
 ) -> AsyncIterator[Served]:
-    """An engine that runs while the block does; afterwards nothing of it may be left."""
+    """An engine that runs while the block does; afterwards nothing of it may be left.
+
+    error: what the engine is expected to have died of
+    """
     known = dict(drafters or {})
     size = vocab_size or model.vocab_size
     runner = ModelRunner(
@@ -123,7 +131,7 @@ async def serving(
     await engine.start()
     try:
         yield Served(engine, recorder)
-        assert engine.error is None, engine.error
+        assert engine.error == error
         now = engine.snapshot()
         assert (now.num_running, now.num_waiting, now.blocks_live) == (0, 0, 0)
         assert now.blocks_free + now.blocks_cached == now.blocks_total

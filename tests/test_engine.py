@@ -1,0 +1,308 @@
+"""The loop: many requests at once, aborts, failures of one row and of a whole step."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence as Seq
+
+import pytest
+import torch
+from torch import Tensor
+
+from specserve.config import EngineConfig
+from specserve.errors import RequestError
+from specserve.kv_cache import KVCache
+from specserve.models.decoder import Decoder
+from specserve.types import SamplingParams, Speculation, TokenChunk
+from specserve_drafts.ngram import NgramDrafter
+from specserve_kernels.interface import PagedBatch
+from tests.engines import serving
+from tests.tiny_models import tiny_decoder
+
+
+def a_model() -> Decoder:
+    torch.set_num_threads(1)
+    return tiny_decoder(vocab=64, seed=5, dtype=torch.float64)
+
+
+def a_config(*, pool: int = 60, max_waiting: int = 1000, seqs: int = 6) -> EngineConfig:
+    return EngineConfig(
+        block_size=4,
+        num_blocks=pool,
+        max_model_len=120,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=48,
+        max_prefill_chunk=16,
+        max_waiting=max_waiting,
+    )
+
+
+class FailingModel:
+    """A real decoder whose forward raises in one step, or gives one row logits of NaN."""
+
+    def __init__(self, inner: Decoder, *, fail_at: int = -1, nan_token: int = -1) -> None:
+        self._inner = inner
+        self._fail_at = fail_at
+        self._nan_token = nan_token
+        self._num_steps = 0
+        self.vocab_size = inner.vocab_size
+        self.dtype = inner.dtype
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        return self._inner.new_kv_cache(num_blocks, block_size)
+
+    def kv_bytes_per_token(self) -> int:
+        return self._inner.kv_bytes_per_token()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        kv_cache: KVCache,
+        logits_indices: Seq[int],
+    ) -> Tensor:
+        self._num_steps += 1
+        if self._num_steps == self._fail_at:
+            raise RuntimeError("injected")
+        logits = self._inner.forward(input_ids, positions, batch, kv_cache, logits_indices)
+        for row, at in enumerate(logits_indices):
+            if int(input_ids[at]) == self._nan_token:
+                logits[row] = float("nan")
+        return logits
+
+
+async def test_after_500_mixed_requests_with_aborts_nothing_is_left() -> None:
+    rng = random.Random(7)
+    async with serving(a_model(), a_config(pool=40), drafters={"ngram": NgramDrafter()}) as served:
+
+        async def one(idx: int) -> TokenChunk | None:
+            prompt = [rng.randrange(64) for _ in range(rng.randrange(1, 40))]
+            params = SamplingParams(
+                temperature=rng.choice([0.0, 1.0]), max_tokens=rng.randrange(1, 24), seed=idx
+            )
+            speculation = Speculation(
+                drafter=rng.choice(["none", "ngram"]), max_draft_tokens=rng.randrange(0, 8)
+            )
+            [request] = served.requests(
+                prompt,
+                params,
+                name=f"{idx}",
+                speculation=speculation,
+                priority=rng.randrange(-1, 2),
+                cache_salt=rng.choice([None, "a"]),
+            )
+            abort_after = rng.randrange(0, 6) if rng.random() < 0.3 else None
+            await asyncio.sleep(rng.random() * 0.5)
+            stream = served.engine.submit(request)
+            last = None
+            async for chunk in stream:
+                last = chunk
+                if abort_after is not None and chunk.num_output_tokens >= abort_after:
+                    stream.close()
+                    stream.close()
+                    return None
+                now = served.engine.snapshot()
+                assert now.blocks_free + now.blocks_cached + now.blocks_live == now.blocks_total
+            return last
+
+        ended = await asyncio.gather(*(one(idx) for idx in range(500)))
+        finished = [chunk for chunk in ended if chunk is not None]
+        assert len(finished) < 500
+        assert all(chunk.finish_reason == "length" for chunk in finished)
+        await served.until_idle()
+        reasons = [record.finish_reason for record in served.recorder.requests]
+        assert len(reasons) == 500
+        assert set(reasons) == {"length", "abort"}
+        assert sum(record.num_preemptions for record in served.recorder.requests) > 0
+
+
+async def test_records_of_steps_and_requests_add_up_to_the_same_numbers() -> None:
+    async with serving(a_model(), a_config(pool=40), drafters={"ngram": NgramDrafter()}) as served:
+        requests = []
+        for idx in range(12):
+            requests += served.requests(
+                [1, 2, 3] * (1 + idx),
+                SamplingParams(temperature=0.0, max_tokens=5 + idx),
+                name=f"{idx}",
+                speculation=Speculation(drafter="ngram", max_draft_tokens=idx % 5),
+            )
+        chunks = await served.run(requests)
+    rows = [row for step in served.recorder.steps for row in step.rows]
+    ended = served.recorder.requests
+    stats = [chunk.stats for chunk in chunks if chunk.stats is not None]
+    for in_rows, in_requests, in_chunks in [
+        (
+            sum(row.num_draft_tokens for row in rows),
+            sum(record.num_draft_tokens for record in ended),
+            sum(s.num_draft_tokens for s in stats),
+        ),
+        (
+            sum(row.num_accepted_tokens for row in rows),
+            sum(record.num_accepted_draft_tokens for record in ended),
+            sum(s.num_accepted_draft_tokens for s in stats),
+        ),
+        (
+            sum(row.num_emitted_tokens for row in rows),
+            sum(record.num_output_tokens for record in ended),
+            sum(len(chunk.token_ids) for chunk in chunks),
+        ),
+    ]:
+        assert in_rows == in_requests == in_chunks > 0
+    for record in ended:
+        assert record.num_draft_tokens == sum(record.drafted_per_position)
+        assert record.num_accepted_draft_tokens == sum(record.accepted_per_position)
+        assert record.arrival <= record.queue[0].start <= record.queue[0].end
+        assert record.first_token is not None
+        assert record.queue[0].end <= record.first_token <= record.finished
+        assert sum(chunk.num_tokens for chunk in record.prefill) >= (
+            record.num_prompt_tokens - record.num_cached_tokens
+        )
+
+
+@pytest.mark.parametrize("when", ["queued", "prefill", "decode", "finished"])
+async def test_an_abort_at_any_time_ends_the_stream_and_frees_everything(when: str) -> None:
+    async with serving(a_model(), a_config(seqs=1)) as served:
+        [blocker] = served.requests([1, 2], SamplingParams(max_tokens=100), name="blocker")
+        [victim] = served.requests([9] * 60, SamplingParams(max_tokens=50), name="victim")
+        first = served.engine.submit(blocker) if when == "queued" else None
+        stream = served.engine.submit(victim)
+        if when == "prefill":
+            while served.engine.snapshot().num_running == 0:
+                await asyncio.sleep(0)
+        elif when == "decode":
+            await anext(stream)
+        elif when == "finished":
+            async for _ in stream:
+                pass
+        served.engine.abort("victim")
+        rest = [chunk async for chunk in stream]
+        if when == "finished":
+            assert rest == []
+        else:
+            assert rest[-1].finish_reason == "abort"
+        if first is not None:
+            first.close()
+        await served.until_idle()
+
+
+async def test_a_full_queue_says_try_again_and_disturbs_nobody() -> None:
+    async with serving(a_model(), a_config(seqs=1, max_waiting=2)) as served:
+        requests = []
+        for idx in range(8):
+            requests += served.requests([1, 2], SamplingParams(max_tokens=4), name=f"{idx}")
+        streams, refused = [], []
+        for request in requests:
+            try:
+                streams.append(served.engine.submit(request))
+            except RequestError as error:
+                refused.append(error)
+        assert {(error.status, error.code) for error in refused} == {(429, "queue_full")}
+        assert "limit is 2" in refused[0].message
+        for stream in streams:
+            assert [chunk async for chunk in stream][-1].finish_reason == "length"
+
+
+async def test_a_row_that_cannot_choose_fails_alone() -> None:
+    model = FailingModel(a_model(), nan_token=50)
+    async with serving(model, a_config()) as served:
+        requests = []
+        for idx, prompt in enumerate([[1, 2, 3], [4, 50], [5, 6]]):
+            requests += served.requests(
+                prompt,
+                SamplingParams(max_tokens=6, temperature=0.7, seed=1, logit_bias={50: -100.0}),
+                name=f"{idx}",
+            )
+        chunks = await served.run(requests)
+        assert [chunk.finish_reason for chunk in chunks] == ["length", "error", "length"]
+        assert chunks[1].error
+
+
+async def test_when_a_step_fails_every_stream_hears_it_and_the_engine_says_why() -> None:
+    model = FailingModel(a_model(), fail_at=4)
+    async with serving(model, a_config(), error="RuntimeError: injected") as served:
+        requests = []
+        for idx in range(3):
+            requests += served.requests([1, 2, idx], SamplingParams(max_tokens=50), name=f"{idx}")
+        chunks = await served.run(requests)
+        assert [chunk.finish_reason for chunk in chunks] == ["error"] * 3
+        with pytest.raises(RequestError, match="injected") as refused:
+            served.engine.submit(requests[0])
+        assert refused.value.status == 503
+
+
+class RaisingDrafter:
+    """Fails in every way that a guesser can."""
+
+    name = "raising"
+    keeps_kv = False
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def propose(self, rows: Seq[object]) -> list[object]:
+        self.num_calls += 1
+        if self.num_calls % 2:
+            raise ZeroDivisionError("a guesser's own bug")
+        return []
+
+    def observe(self, seq_id: int, token_ids: Seq[int], num_accepted: int) -> None:
+        raise ZeroDivisionError("another")
+
+    def forget(self, seq_id: int) -> None:
+        pass
+
+
+async def test_a_drafter_that_raises_costs_its_guesses_and_not_the_text() -> None:
+    params = SamplingParams(temperature=0.9, max_tokens=12, seed=4)
+    ids = []
+    for drafter in ("none", "raising"):
+        async with serving(
+            a_model(),
+            a_config(),
+            drafters={"raising": RaisingDrafter()},  # type: ignore[dict-item] # wrong on purpose
+        ) as served:
+            [request] = served.requests(
+                [3, 1, 4],
+                params,
+                name="r",
+                speculation=Speculation(drafter=drafter, max_draft_tokens=4),
+            )
+            ids.append((await served.collect(request)).token_ids)
+    assert ids[0] == ids[1]
+
+
+async def test_a_slow_reader_gets_everything_merged_and_nothing_twice() -> None:
+    async with serving(a_model(), a_config()) as served:
+        params = SamplingParams(temperature=0.0, max_tokens=40)
+        [fast] = served.requests([1, 2, 3], params, name="fast")
+        [slow] = served.requests([1, 2, 3], params, name="slow")
+        stream = served.engine.submit(slow)
+        whole = await served.collect(fast)
+        await served.until_idle()
+        merged = [chunk async for chunk in stream]
+        assert len(merged) == 1
+        assert (merged[0].text, merged[0].token_ids) == (whole.text, whole.token_ids)
+
+
+async def test_n_sequences_differ_and_each_replays() -> None:
+    async with serving(a_model(), a_config()) as served:
+        params = SamplingParams(temperature=1.0, max_tokens=10, seed=2**63 - 2, n=4)
+        runs = []
+        for attempt in range(2):
+            requests = served.requests([1, 2, 3], params, name=f"{attempt}")
+            runs.append([chunk.token_ids for chunk in await served.run(requests)])
+        assert runs[0] == runs[1]
+        assert len(set(runs[0])) == 4
+
+
+async def test_stopping_the_engine_ends_every_stream() -> None:
+    async with serving(a_model(), a_config()) as served:
+        [request] = served.requests([1, 2], SamplingParams(max_tokens=100), name="r")
+        stream = served.engine.submit(request)
+        await anext(stream)
+        await served.engine.stop()
+        assert [chunk async for chunk in stream][-1].finish_reason == "abort"
+        with pytest.raises(RequestError, match="shutting down"):
+            served.engine.submit(request)
