@@ -1,4 +1,4 @@
-"""Files of a checkpoint on disk: the user cache, JSON read with a clear error, atomic directories."""
+"""Files of a checkpoint on disk: user cache, JSON with clear errors, atomic directories."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from specserve.errors import ModelError
 
 
 def cache_root() -> Path:
-    """`$SPECSERVE_CACHE`, else `$XDG_CACHE_HOME/specserve`, else `~/.cache/specserve`. May not exist."""
+    """`$SPECSERVE_CACHE`, else `$XDG_CACHE_HOME/specserve` or `~/.cache/specserve`.
+
+    It may not exist yet.
+    """
     if own := os.environ.get("SPECSERVE_CACHE"):
         return Path(own).expanduser()
     xdg = os.environ.get("XDG_CACHE_HOME")
@@ -22,7 +25,7 @@ def cache_root() -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; {} when there is no such file. ModelError when it is not an object."""
+    """The JSON object in `path`; {} when there is no such file. ModelError when it is no object."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -60,7 +60,7 @@ class GGUFFile:
             raise self._damaged(f"near byte {self._at}: {error}") from error
 
     def array(self, name: str) -> npt.NDArray[np.float32]:
-        """The named tensor's values, dequantised; fp32, in the row-major shape of its TensorInfo."""
+        """The named tensor's values, dequantised to fp32, in the shape of its TensorInfo."""
         info = self.tensors[name]
         raw = np.frombuffer(self._buffer, np.uint8, info.num_bytes, info.offset)
         rows = raw.reshape(*info.shape[:-1], -1)  # quantisation blocks lie along the last axis
@@ -72,9 +72,6 @@ class GGUFFile:
                 "dequantised: use a file quantised as Q4, Q5, Q6, Q8, F16, BF16 or F32"
             ) from error
         return np.asarray(values, dtype=np.float32).reshape(info.shape)
-
-    def close(self) -> None:
-        self._buffer.close()
 
     def _read_header(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         if self._bytes(4) != MAGIC:

@@ -79,14 +79,11 @@ def convert_gguf(path: Path, out_dir: Path) -> None:
     another architecture, or uses something that could only be converted wrongly.
     """
     file = GGUFFile(path)
-    try:
-        shape = _read_shape(file)
-        config = _config(file, shape)
-        _check_tensors(file, shape)
-        tokenizer, tokenizer_config = build_tokenizer(file.metadata)
-        dtype = _write_weights(file, shape, out_dir)
-    finally:
-        file.close()
+    shape = _read_shape(file)
+    config = _config(file, shape)
+    _check_tensors(file, shape)
+    tokenizer, tokenizer_config = build_tokenizer(file.metadata)
+    dtype = _write_weights(file, shape, out_dir)
     tokenizer.save(str(out_dir / "tokenizer.json"))
     tokenizer_config["model_max_length"] = config["max_position_embeddings"]
     write_json(out_dir / "tokenizer_config.json", tokenizer_config)
@@ -315,7 +312,7 @@ def _write_weights(file: GGUFFile, shape: Shape, out_dir: Path) -> str:
 
 
 def _storage_dtype(file: GGUFFile) -> torch.dtype:
-    """fp16 where the matrices are stored so (bf16 would lose three bits), fp32 likewise; else bf16."""
+    """The matrices' own type where they are fp16 or fp32 (bf16 would lose bits); else bf16."""
     stored = file.tensors["blk.0.attn_q.weight"].block_type
     exact = {
         gguf.GGMLQuantizationType.F16: torch.float16,

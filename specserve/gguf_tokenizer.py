@@ -70,7 +70,10 @@ LLAMA3_NAMES = frozenset({"llama-bpe", "llama3", "llama-v3"})
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer and the content of tokenizer_config.json. ModelError names what is unsupported."""
+    """The tokenizer, and the content of tokenizer_config.json.
+
+    ModelError names what is unsupported or damaged.
+    """
     kind = metadata.get("tokenizer.ggml.model")
     tokens, token_types = _vocabulary(metadata)
     try:
@@ -80,8 +83,8 @@ def build_tokenizer(metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]
             tokenizer = _sentencepiece_bpe(metadata, tokens, token_types)
         else:
             raise ModelError(
-                f"the GGUF file's tokenizer is of kind {kind!r}; 'gpt2' (byte-level BPE) and 'llama' "
-                "(sentencepiece BPE) can be read: use the model's Hugging Face directory instead"
+                f"the GGUF file's tokenizer is of kind {kind!r}; 'gpt2' (byte-level BPE) and "
+                "'llama' (sentencepiece BPE) can be read: use the model's Hugging Face directory"
             )
         _add_special_tokens(tokenizer, tokens, token_types)
         config = _tokenizer_config(metadata, tokens)
@@ -102,7 +105,8 @@ def _vocabulary(metadata: dict[str, Any]) -> tuple[list[str], list[int]]:
     token_types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if len(token_types) != len(tokens):
         raise ModelError(
-            f"the GGUF file has {len(tokens)} tokens but {len(token_types)} token types: it is damaged"
+            f"the GGUF file has {len(tokens)} tokens but {len(token_types)} token types: "
+            "it is damaged"
         )
     end = len(tokens)
     while end > 0 and token_types[end - 1] == UNUSED:
