@@ -26,6 +26,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    num_spec_emitted_tokens: int  # tokens that the steps with drafts emitted
     acceptance_rate: float | None
     acceptance_rate_per_request: float | None
     mean_acceptance_length: float | None
@@ -53,6 +54,7 @@ def acceptance(records: Iterable[RequestRecord]) -> Acceptance:
     num_spec_steps = sum(s.num_spec_steps for s in spec)
     num_draft_tokens = sum(s.num_draft_tokens for s in spec)
     num_accepted = sum(s.num_accepted_draft_tokens for s in spec)
+    num_emitted = sum(s.num_emitted_tokens for s in drafted)
     num_output_tokens = sum(r.num_output_tokens for r in known)
     num_steps = sum(target_steps(r) for r in known)
     drafters: dict[str, int] = {}
@@ -66,11 +68,12 @@ def acceptance(records: Iterable[RequestRecord]) -> Acceptance:
         num_spec_steps=num_spec_steps,
         num_draft_tokens=num_draft_tokens,
         num_accepted_draft_tokens=num_accepted,
+        num_spec_emitted_tokens=num_emitted,
         acceptance_rate=ratio(num_accepted, num_draft_tokens),
         acceptance_rate_per_request=mean(
             s.num_accepted_draft_tokens / s.num_draft_tokens for s in spec if s.num_draft_tokens
         ),
-        mean_acceptance_length=ratio(sum(s.num_emitted_tokens for s in drafted), num_spec_steps),
+        mean_acceptance_length=ratio(num_emitted, num_spec_steps),
         mean_acceptance_length_per_request=mean(
             s.num_emitted_tokens / s.num_spec_steps for s in drafted
         ),

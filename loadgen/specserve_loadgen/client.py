@@ -7,6 +7,7 @@ the clock per socket read; all events of a read arrived together.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -202,4 +203,8 @@ async def _drain(response: aiohttp.ClientResponse) -> None:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        errno = error.os_error.errno
+        if errno is not None and errno > 0:
+            return os.strerror(errno)  # aiohttp's text shows a tuple of addresses
     return str(error) or type(error).__name__

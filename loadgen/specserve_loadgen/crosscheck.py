@@ -20,7 +20,7 @@ CHUNK_TOLERANCE = 0.02  # of tokens per step: chunks may coalesce now and then
 # Ours first, then vLLM's (its names arrive with colons or, escaped, with underscores).
 COUNTERS = {
     "output tokens": (
-        "specserve_generation_tokens_total",
+        "specserve_generated_tokens_total",
         "vllm:generation_tokens_total",
         "vllm_generation_tokens_total",
     ),
@@ -39,6 +39,7 @@ COUNTERS = {
         "vllm:spec_decode_num_accepted_tokens_total",
         "vllm_spec_decode_num_accepted_tokens_total",
     ),
+    "tokens of steps with drafts": ("specserve_spec_emitted_tokens_total",),
 }
 
 
@@ -91,6 +92,7 @@ def reply_counts(records: Sequence[RequestRecord]) -> dict[str, int]:
         counts["steps with drafts"] = pooled.num_spec_steps
         counts["draft tokens"] = pooled.num_draft_tokens
         counts["accepted draft tokens"] = pooled.num_accepted_draft_tokens
+        counts["tokens of steps with drafts"] = pooled.num_spec_emitted_tokens
         counts["target steps"] = pooled.num_steps
     return counts
 

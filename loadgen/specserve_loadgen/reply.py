@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from specserve_loadgen.records import Chunk, Failure, RequestRecord, CountedBy
+from specserve_loadgen.records import Chunk, CountedBy, Failure, RequestRecord
 from specserve_loadgen.sse import SseEvent
 from specserve_loadgen.wire import (
     Metrics,
