@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     pull.set_defaults(run=_pull)
 
     commands.add_parser("loadgen", help="load a server and measure it (see loadgen --help)")
-    commands.add_parser("trace", help="work with trace files (see trace --help)")
+    commands.add_parser("trace", help="`trace export FILE --format jaeger-json -o OUT`")
     return parser
 
 
@@ -54,10 +54,13 @@ def main(argv: list[str] | None = None) -> int:
         from specserve_loadgen.cli import main as loadgen_main
 
         return loadgen_main(arguments[1:])
-    if arguments[:1] == ["trace"]:
-        from specserve_observability.trace_cli import main as trace_main
+    if arguments[:2] == ["trace", "export"]:
+        from specserve_observability.jaeger import export_main
 
-        return trace_main(arguments[1:])
+        return export_main(arguments[2:])
+    if arguments[:1] == ["trace"]:
+        print("usage: specserve trace export FILE --format jaeger-json -o OUT", file=sys.stderr)
+        return 2
     options = build_parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
@@ -83,7 +86,7 @@ def _serve(namespace: argparse.Namespace) -> int:
 def _pull(namespace: argparse.Namespace) -> int:
     from specserve.weights import resolve_model
 
-    print(resolve_model(namespace.model, progress=lambda line: print(line, file=sys.stderr)))
+    print(resolve_model(namespace.model))
     return 0
 
 

@@ -12,7 +12,8 @@ from specserve import __version__
 from specserve.compose import Built, build_engine
 from specserve.errors import ConfigError
 from specserve.options import ServeOptions
-from specserve.server.app import create_app
+from specserve.server.app import create_app, create_runner, drain
+from specserve.server.state import ServerSettings
 from specserve_drafts import parse_drafter_spec
 from specserve_observability import names
 from specserve_observability.logs import configure_logging
@@ -66,11 +67,13 @@ async def _run(options: ServeOptions, built: Built, tracing: Tracing, metrics: M
             ),
         )
 
-    app = create_app(engine, metrics_text=metrics_text, tracer=tracing.server_tracer)
-    # handler_cancellation: a client that goes away must stop its generation, streaming or not.
-    runner = web.AppRunner(
-        app, handler_cancellation=True, shutdown_timeout=options.drain_seconds, access_log=None
+    app = create_app(
+        engine,
+        metrics_text=metrics_text,
+        tracer=tracing.server_tracer,
+        settings=ServerSettings(drain_seconds=options.drain_seconds),
     )
+    runner = create_runner(app)
     await engine.start()
     await runner.setup()
     site = web.TCPSite(runner, options.host, options.port)
@@ -90,6 +93,7 @@ async def _run(options: ServeOptions, built: Built, tracing: Tracing, metrics: M
         loop.add_signal_handler(number, stop.set)
     await stop.wait()
     _say("stopping: live streams may finish, new requests get 503")
+    await drain(app)  # /ready turns 503 while the port still answers
     await runner.cleanup()
     await engine.stop()
     return 0 if engine.error is None else 1
