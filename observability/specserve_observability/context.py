@@ -20,7 +20,7 @@ _ids = random.SystemRandom()  # a seeded test or model must not make two runs sh
 
 @lru_cache(maxsize=4096)  # a decode span's context comes back in every step of its request
 def parse_traceparent(text: str) -> SpanContext | None:
-    """The context a W3C `traceparent` header names; None where it is not one."""
+    """The context a W3C `traceparent` names, as one of this process; None where it is not one."""
     match = _TRACEPARENT.fullmatch(text.strip())
     if match is None:
         return None
@@ -29,7 +29,7 @@ def parse_traceparent(text: str) -> SpanContext | None:
         return None
     sampled = int(flags, 16) & TraceFlags.SAMPLED
     context = SpanContext(
-        int(trace_id, 16), int(span_id, 16), True, _SAMPLED if sampled else _NOT_SAMPLED
+        int(trace_id, 16), int(span_id, 16), False, _SAMPLED if sampled else _NOT_SAMPLED
     )
     return context if context.is_valid else None
 

@@ -51,8 +51,6 @@ class FileSink:
                 self._file.write(b"\n")
 
     def offer(self, spans: Sequence[ReadableSpan]) -> None:
-        if not spans:
-            return
         try:
             self._file.write(encode_line(spans))
             self._file.flush()
@@ -67,17 +65,18 @@ class FileSink:
 
 
 class OtlpSink:
-    """OTLP over HTTP (protobuf) from a thread of its own, behind a bounded queue."""
+    """OTLP over HTTP (protobuf) from a thread of its own, behind a bounded queue.
 
-    def __init__(self, endpoint: str, metrics: Metrics) -> None:
+    url: where spans are posted, as traces_url gives it
+    """
+
+    def __init__(self, url: str, metrics: Metrics) -> None:
         # Imported here: it brings an HTTP client that a server without --otlp-endpoint never needs.
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         self._metrics = metrics
         self._queue: BoundedQueue[ReadableSpan] = BoundedQueue(_QUEUED_SPANS)
-        self._exporter = OTLPSpanExporter(
-            endpoint=traces_url(endpoint), timeout=_EXPORT_TIMEOUT_SECONDS
-        )
+        self._exporter = OTLPSpanExporter(endpoint=url, timeout=_EXPORT_TIMEOUT_SECONDS)
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="specserve-otlp", daemon=True)

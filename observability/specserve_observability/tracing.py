@@ -2,9 +2,6 @@
 
 The engine and the server leave records on the event loop; every half second one thread turns them
 into spans and offers them to the sinks. With no sink there is no thread, no queue, and no tracer.
-
-Requests are built one drain later than their steps: a request's record may be written just before
-the record of its last step, and its decode span must know that step to link to it.
 """
 
 from __future__ import annotations
@@ -12,41 +9,28 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
-
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
 
 from . import names
-from .engine_spans import EngineSpans
-from .logs import get_logger
 from .metrics import Metrics
+from .pipeline import SpanPipeline
 from .recorder import Recorder
-from .records import RequestRecord
-from .request_spans import RequestSpans
-from .sampling import StepSampler
-from .server_tracer import HttpRecord, ServerTracer, http_spans
-from .sinks import FileSink, OtlpSink, Sink
-from .spans import LinkBook, SpanFactory
+from .server_tracer import ServerTracer
+from .sinks import FileSink, OtlpSink, Sink, traces_url
 
 _DRAIN_SECONDS = 0.5
-_OFFER_SPANS = 32
-_BREATH_SECONDS = 0.0001  # gives the interpreter's lock to the event loop between two offers
-
-R = TypeVar("R")
-
-_log = get_logger("specserve.tracing")
 
 
 class Tracing:
     """recorder: what the engine writes to; server_tracer: what the server starts spans with, None
     where tracing is off."""
 
-    def __init__(self, recorder: Recorder, drain: _Drain | None) -> None:
+    def __init__(
+        self, recorder: Recorder, server_tracer: ServerTracer | None, drain: _DrainThread | None
+    ) -> None:
         self.recorder = recorder
-        self.server_tracer = None if drain is None else drain.server_tracer
+        self.server_tracer = server_tracer
         self._drain = drain
 
     def shutdown(self, timeout: float = 5.0) -> None:
@@ -75,55 +59,33 @@ def open_tracing(
     Raises ValueError (endpoint is not a URL) and OSError (file cannot be opened).
     """
     metrics = metrics or Metrics()
+    url = None if otlp_endpoint is None else traces_url(otlp_endpoint)
     sinks: list[Sink] = []
     if trace_file is not None:
         sinks.append(FileSink(trace_file, metrics))
-    if otlp_endpoint is not None:
-        sinks.append(OtlpSink(otlp_endpoint, metrics))
+    if url is not None:
+        sinks.append(OtlpSink(url, metrics))
     recorder = Recorder(metrics, has_sink=bool(sinks))
     if not sinks:
-        return Tracing(recorder, None)
+        return Tracing(recorder, None, None)
+    server_tracer = ServerTracer(metrics)
     attributes = {
         **(resource or {}),
         names.SERVICE_VERSION: service_version,
         names.SERVICE_INSTANCE_ID: str(uuid.uuid4()),
     }
-    drain = _Drain(
-        recorder,
-        ServerTracer(metrics),
-        sinks,
-        requests=_factory(names.REQUEST_SERVICE, attributes, service_version),
-        engine=_factory(names.ENGINE_SERVICE, attributes, service_version),
+    pipeline = SpanPipeline(
+        recorder, server_tracer, sinks, resource=attributes, version=service_version
     )
+    drain = _DrainThread(pipeline, sinks)
     drain.start()
-    return Tracing(recorder, drain)
+    return Tracing(recorder, server_tracer, drain)
 
 
-def _factory(service: str, attributes: Mapping[str, str], version: str) -> SpanFactory:
-    return SpanFactory(Resource.create({**attributes, names.SERVICE_NAME: service}), version)
-
-
-class _Drain:
-    """The thread between the records and the sinks; the only one that touches span builders."""
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        server_tracer: ServerTracer,
-        sinks: list[Sink],
-        *,
-        requests: SpanFactory,
-        engine: SpanFactory,
-    ) -> None:
-        self.server_tracer = server_tracer
-        self._recorder = recorder
+class _DrainThread:
+    def __init__(self, pipeline: SpanPipeline, sinks: Sequence[Sink]) -> None:
+        self._pipeline = pipeline
         self._sinks = sinks
-        book = LinkBook()
-        self._http_factory = requests
-        self._request_spans = RequestSpans(requests, book)
-        self._engine_spans = EngineSpans(engine, StepSampler(), book)
-        self._held_back: list[RequestRecord] = []
-        self._ready: list[ReadableSpan] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="specserve-spans", daemon=True)
 
@@ -138,37 +100,5 @@ class _Drain:
 
     def _run(self) -> None:
         while not self._stopping.wait(_DRAIN_SECONDS):
-            self._drain()
-        self._drain()
-        self._build(self._held_back, self._request_spans.build)
-        self._ready.extend(self._engine_spans.close_window())
-        self._offer()
-
-    def _drain(self) -> None:
-        requests, self._held_back = self._held_back, self._recorder.requests.take()
-        self._build(self._recorder.steps.take(), self._engine_spans.add)
-        self._ready.extend(self._engine_spans.close_window(now=time.time()))
-        self._recorder.metrics.num_step_spans_sampled_out = self._engine_spans.num_sampled_out
-        self._build(requests, self._request_spans.build)
-        self._build(self.server_tracer.ended.take(), self._http_spans)
-        self._offer()
-
-    def _http_spans(self, record: HttpRecord) -> Iterable[ReadableSpan]:
-        return http_spans(record, self._http_factory)
-
-    def _build(self, records: Iterable[R], build: Callable[[R], Iterable[ReadableSpan]]) -> None:
-        for record in records:
-            try:
-                self._ready.extend(build(record))
-            except Exception as error:  # one odd record must not end tracing
-                self._recorder.metrics.num_spans_dropped_at_queue += 1
-                _log.error("span_build_failed", error=repr(error))
-            if len(self._ready) >= _OFFER_SPANS:
-                self._offer()
-                time.sleep(_BREATH_SECONDS)
-
-    def _offer(self) -> None:
-        spans, self._ready = self._ready, []
-        if spans:
-            for sink in self._sinks:
-                sink.offer(spans)
+            self._pipeline.drain(time.time())
+        self._pipeline.finish(time.time())
