@@ -13,7 +13,6 @@ V = 49,152 (one core; `gumbel` is the plain form that `race` must agree with).
 
 from __future__ import annotations
 
-import math
 from enum import IntEnum
 from typing import Final
 
@@ -102,6 +101,11 @@ class Noise:
         trailing = self._words(seed, position, purpose, _TRAILING, 0, n)
         return _join(cells, trailing)
 
+    def accept_uniform(self, seed: int, position: int) -> float:
+        """The number in (0, 1) that the accept test at `position` compares with: one word's."""
+        word = int(self._words(seed, position, Purpose.ACCEPT, _LEADING, 0, 1)[0])
+        return ((word >> 11) + 0.5) * 2.0**-53
+
     def uniform_of(
         self, seed: int, position: int, purpose: Purpose, ids: Ids, cells: NDArray[np.uint16]
     ) -> F64:
@@ -179,9 +183,3 @@ def race(
     exact = noise.uniform_of(seed, position, purpose, winners, cells[near])
     scores = log_weights[near].astype(np.float64) + gumbel_of(exact)
     return int(winners[int(scores.argmax())])
-
-
-def accept_log_uniform(seed: int, position: int, noise: Noise | None = None) -> float:
-    """log u of the accept test at `position`, u in (0, 1)."""
-    noise = noise or Noise()
-    return math.log(float(noise.uniform(seed, position, Purpose.ACCEPT, 1)[0]))

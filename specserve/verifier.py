@@ -9,6 +9,7 @@ text, a little more accepted. Without guesses both are the same draw with the sa
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import msgspec
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specserve.drafting import Draft
-from specserve.noise import F64, Floats, Noise, Purpose, accept_log_uniform, race
+from specserve.noise import F64, Floats, Noise, Purpose, race
 from specserve.sampler import LogitsRow, RowError, as_rows, choose, choose_row, process_row
 from specserve.types import Request
 
@@ -97,30 +98,45 @@ def verify_rejection(
         )
     noise, plain = Noise(), as_rows(logits, vocab_size)
     rows = node_rows(request, history, draft)
-    for idx, token_id in enumerate(draft.token_ids):
-        log_p = _log_softmax(process_row(plain[idx], rows[idx]))
-        q = _draft_probs(draft, idx, len(log_p))
-        if not accepts(log_p, q, token_id, request.seed, rows[idx].position, noise):
-            recovered = recover(log_p, q, request.seed, rows[idx].position, noise)
-            return Verdict(token_ids=(*draft.token_ids[:idx], recovered), path=tuple(range(idx)))
-    bonus = choose_row(plain[len(draft.token_ids)], rows[-1], noise=noise)
-    return Verdict(token_ids=(*draft.token_ids, bonus), path=tuple(range(len(draft.token_ids))))
+    num_guesses = len(draft.token_ids)
+    laws = (
+        (_log_softmax(process_row(plain[idx], rows[idx])), _draft_probs(draft, idx, vocab_size))
+        for idx in range(num_guesses)
+    )  # lazily: nothing behind the first failure is computed
+    num_accepted, last = accept_chain(
+        draft.token_ids, laws, seed=request.seed, position=len(history), noise=noise
+    )
+    if last is None:
+        last = choose_row(plain[num_guesses], rows[num_guesses], noise=noise)
+    return Verdict(
+        token_ids=(*draft.token_ids[:num_accepted], last), path=tuple(range(num_accepted))
+    )
 
 
-def accepts(
-    log_p: F64, q: F64, token_id: int, seed: int, position: int, noise: Noise | None = None
-) -> bool:
-    """The test u < p(x) / q(x), in logarithms, with the ACCEPT noise of `position`.
+def accept_chain(
+    token_ids: Seq[int],
+    laws: Iterable[tuple[F64, F64]],
+    *,
+    seed: int,
+    position: int,
+    noise: Noise,
+) -> tuple[int, int | None]:
+    """(guesses accepted, the recovered token; None if all were accepted and a bonus is due).
 
-    log_p: [V] normalised; q: [V] from _draft_probs; a token id outside V is never accepted
+    laws:     per guess (log_p, q), [V] float64 each: the target's normalised log-probabilities and
+              the probabilities that the guess was drawn from
+    position: of the first guess
     """
-    if not 0 <= token_id < len(log_p):
-        return False
-    log_u = accept_log_uniform(seed, position, noise)
-    return bool(log_u + math.log(float(q[token_id])) < log_p[token_id])
+    for idx, (token_id, (log_p, q)) in enumerate(zip(token_ids, laws, strict=True)):
+        u = noise.accept_uniform(seed, position + idx)
+        # A token id outside the vocabulary (a drafter's padding) is no token: never accepted.
+        known = 0 <= token_id < len(log_p)
+        if not known or math.log(u) + math.log(q[token_id]) >= log_p[token_id]:
+            return idx, recover(log_p, q, seed=seed, position=position + idx, noise=noise)
+    return len(token_ids), None
 
 
-def recover(log_p: F64, q: F64, seed: int, position: int, noise: Noise | None = None) -> int:
+def recover(log_p: F64, q: F64, *, seed: int, position: int, noise: Noise) -> int:
     """A token from norm(max(p - q, 0)), with the RESIDUAL noise of `position`.
 
     log_p, q: [V]. The race needs no normalisation; where nothing is left p itself is drawn from

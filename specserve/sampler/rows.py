@@ -95,13 +95,14 @@ def _penalise(logits: Floats, row: LogitsRow) -> None:
     params, vocab_size = row.request.params, len(logits)
     known = np.array([*row.history, *row.draft_prefix], dtype=np.intp)
     if params.repetition_penalty != 1:
-        seen = np.unique(known[known < vocab_size])
+        seen = np.unique(known[(known >= 0) & (known < vocab_size)])
         values = logits[seen]
         factor = params.repetition_penalty
         with np.errstate(over="ignore"):  # a model's own "never" (-3e38) may become -inf
             logits[seen] = np.where(values > 0, values / factor, values * factor)
     output = known[len(row.request.prompt_ids) :]
-    ids, counts = np.unique(output[output < vocab_size], return_counts=True)
+    output = output[(output >= 0) & (output < vocab_size)]  # a wrong guess may be any number
+    ids, counts = np.unique(output, return_counts=True)
     logits[ids] -= params.frequency_penalty * counts
     logits[ids] -= params.presence_penalty
 
