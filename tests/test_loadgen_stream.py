@@ -11,12 +11,12 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+
 from specserve_loadgen.prompts import Message, Prompt
 from specserve_loadgen.records import RequestRecord
 from specserve_loadgen.run import run_load
 from specserve_loadgen.settings import Settings
 from specserve_loadgen.sse import SseEvent, SseParser
-
 from tests.loadgen_server import app_with, event, serving, write_stream
 
 TRICKY = (
