@@ -17,11 +17,15 @@ import pytest
 from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.sdk.trace import ReadableSpan
 
 from specserve_observability import names
 from specserve_observability.jaeger import TraceFileError, export_jaeger, export_main
 from specserve_observability.metrics import Metrics
+from specserve_observability.pipeline import SpanPipeline
+from specserve_observability.recorder import Recorder
 from specserve_observability.records import QueuePeriod, StepRecord
+from specserve_observability.server_tracer import ServerTracer
 from specserve_observability.tracing import Tracing, open_tracing
 from tests.otlp_receiver import an_otlp_receiver, attributes_of, spans_of
 from tests.trace_records import (
@@ -362,6 +366,33 @@ def test_a_request_without_a_trace_of_its_own_gets_one(to_file: FileTracing) -> 
     assert trace.parent_of(trace.one("decode")) is root
     assert not trace.one("engine.step").links
     assert len(trace.one("engine.step").events) == 1
+
+
+class KeptSpans:
+    """A sink that keeps what it is offered."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReadableSpan] = []
+
+    def offer(self, spans: Sequence[ReadableSpan]) -> None:
+        self.spans.extend(spans)
+
+    def close(self, deadline: float) -> None:
+        return
+
+
+def test_a_drain_between_a_request_and_its_last_step_loses_no_link() -> None:
+    recorder = Recorder(has_sink=True)
+    sink = KeptSpans()
+    server_tracer = ServerTracer(recorder.metrics)
+    pipeline = SpanPipeline(recorder, server_tracer, [sink], resource={}, version="1")
+    recorder.record_request(a_request(0))
+    pipeline.drain(START)
+    recorder.record_step(a_step(0, [a_row()]))
+    pipeline.finish(START + 1)
+    by_name = {span.name: span for span in sink.spans}
+    linked = [link.context for link in by_name["decode"].links]
+    assert linked == [by_name["engine.window"].context, by_name["engine.step"].context]
 
 
 # ---- sampling and bounds ---------------------------------------------------------------------
