@@ -23,7 +23,7 @@ from aiohttp.typedefs import Handler
 
 from specserve.engine import Engine
 from specserve.server import chat, completions, operations, tokens
-from specserve.server.middleware import ROUTE_NAMES, add_request_id, around
+from specserve.server.middleware import ROUTE_NAMES, add_headers, around
 from specserve.server.protocol import Runner
 from specserve.server.state import STATE, Lifecycle, ServerSettings, ServerState
 from specserve.server.tracing import PassThroughTracer, ServerTracer
@@ -67,7 +67,7 @@ def create_app(
                 app.router.add_route("HEAD", pattern, handler)
             assert route.resource is not None
             app[ROUTE_NAMES][route.resource] = path
-    app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(add_headers)
     app.on_startup.append(_mark_started)
     app.on_shutdown.append(drain)
     return app
@@ -93,5 +93,5 @@ def _spellings(path: str) -> tuple[str, ...]:
     """The path, and the same with any slash repeated: base URLs often end in one."""
     pattern = path.replace("{id}", "{id:.+}")
     parts = pattern.removeprefix("/").split("/")
-    repeated = "".join(f"{{slashes{i}:/+}}{part}" for i, part in enumerate(parts))
+    repeated = "".join(f"/{{slashes{i}:/*}}{part}" for i, part in enumerate(parts))
     return (pattern, repeated)

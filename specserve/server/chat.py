@@ -55,7 +55,15 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     names = {"prompt": "messages"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    job = make_job(request, body, [prompt_ids], params, prefix="chatcmpl", param_names=names)
+    job = make_job(
+        request,
+        body,
+        [prompt_ids],
+        params,
+        prefix="chatcmpl",
+        default_max_tokens=None,
+        param_names=names,
+    )
     return await answer(request, job, ChatShape(job, state.engine.tokenizer))
 
 

@@ -11,6 +11,7 @@ from specserve.server.body import read_body
 from specserve.server.job import Job, check_model, make_job
 from specserve.server.logprobs import completion_logprobs
 from specserve.server.params import (
+    DEFAULT_COMPLETION_TOKENS,
     check_parallel,
     check_stream_options,
     completion_params,
@@ -40,7 +41,15 @@ async def completions(request: web.Request) -> web.StreamResponse:
         prompt_ids = await encode_prompts(
             state.engine, prompts, add_special_tokens=body.add_special_tokens is not False
         )
-    job = make_job(request, body, prompt_ids, params, prefix="cmpl", param_names={})
+    job = make_job(
+        request,
+        body,
+        prompt_ids,
+        params,
+        prefix="cmpl",
+        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+        param_names={},
+    )
     return await answer(request, job, CompletionShape(job, state.engine.tokenizer))
 
 

@@ -62,15 +62,19 @@ def make_job(
     params: SamplingParams,
     *,
     prefix: str,
+    default_max_tokens: int | None,
     param_names: Mapping[str, str],
 ) -> Job:
-    """prefix: of the reply's id; param_names: what this endpoint calls admission's fields."""
+    """prefix:             of the reply's id
+    default_max_tokens: where max_tokens is not given; fewer where fewer fit. None: as many as fit
+    param_names:        what this endpoint calls admission's fields
+    """
     engine = request.app[STATE].engine
     adopt_request_id(request, body.request_id)
     # Made here: two live requests may well carry the same x-request-id.
     reply_id = f"{prefix}-{uuid.uuid4().hex}"
     try:
-        requests = _requests(request, body, prompts, params, reply_id)
+        requests = _requests(request, body, prompts, params, reply_id, default_max_tokens)
     except RequestError as error:
         error.param = param_names.get(error.param or "", error.param)
         raise
@@ -96,15 +100,17 @@ def _requests(
     prompts: Seq[Seq[int]],
     params: SamplingParams,
     reply_id: str,
+    default_max_tokens: int | None,
 ) -> list[Request]:
     context = request[CONTEXT]
+    limits = request.app[STATE].engine.limits
     return [
         one
         for i, prompt_ids in enumerate(prompts)
         for one in make_requests(
-            request.app[STATE].engine.limits,
+            limits,
             prompt_ids,
-            params,
+            _with_default(params, default_max_tokens, limits.max_model_len - len(prompt_ids)),
             request_id=reply_id if len(prompts) == 1 else f"{reply_id}-p{i}",
             speculation=speculation(body),
             priority=0 if body.priority is None else body.priority,
@@ -112,6 +118,13 @@ def _requests(
             traceparent=context.span.traceparent,
         )
     ]
+
+
+def _with_default(params: SamplingParams, default: int | None, room: int) -> SamplingParams:
+    """A default nobody asked for must not make a prompt too long that leaves room for some."""
+    if params.max_tokens is not None or default is None:
+        return params
+    return msgspec.structs.replace(params, max_tokens=max(1, min(default, room)))
 
 
 def adopt_request_id(request: web.Request, name: str | None) -> None:

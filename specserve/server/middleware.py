@@ -80,8 +80,9 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return errors.error_response(errors.internal_error())
 
 
-async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """on_response_prepare: streams and errors alike."""
+    response.headers["Server"] = "specserve"  # not which libraries, in which versions
     context = request.get(CONTEXT)
     if context is not None:
         response.headers["x-request-id"] = context.request_id

@@ -15,6 +15,7 @@ from specserve.types import SamplingParams, Speculation
 
 MAX_COMPLETION_LOGPROBS = 5
 MAX_TOP_LOGPROBS = 20
+DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI; a chat reply may fill the context
 MAX_PARALLEL = 128  # sequences that one request may start: prompts x n
 
 _DEFAULTS = SamplingParams()
@@ -111,12 +112,10 @@ def completion_params(body: CompletionBody) -> SamplingParams:
             f"logprobs is {body.logprobs}, it must be from 0 to {MAX_COMPLETION_LOGPROBS}",
             param="logprobs",
         )
-    max_tokens = 16 if body.max_tokens is None else body.max_tokens
-    return _params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+    return _params(body, max_tokens=body.max_tokens, logprobs=body.logprobs)
 
 
 def chat_params(body: ChatBody) -> SamplingParams:
-    """Without max_tokens a chat reply may fill the context, as in OpenAI's API."""
     top = 0 if body.top_logprobs is None else body.top_logprobs
     if not 0 <= top <= MAX_TOP_LOGPROBS:
         raise RequestError(

@@ -1,0 +1,163 @@
+"""A whole server on a real port: scripted model, real engine, real application."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from specserve.admission import Limits
+from specserve.config import EngineConfig
+from specserve.drafting import Drafter
+from specserve.engine import Engine
+from specserve.runner import ModelRunner
+from specserve.server.app import create_app, create_runner
+from specserve.server.state import ServerSettings
+from specserve.server.tracing import ServerTracer
+from tests.engines import ListRecorder
+from tests.raw_http import Reply, ask
+from tests.scripted import VOCAB_SIZE, Script, ScriptedModel, byte_tokenizer, guessers
+
+CONFIG = EngineConfig(
+    block_size=4,
+    num_blocks=256,
+    max_model_len=256,
+    max_num_seqs=16,
+    max_num_batched_tokens=128,
+    max_prefill_chunk=16,
+    default_draft_tokens=3,
+    max_draft_tokens=8,
+)
+
+
+class Server:
+    def __init__(
+        self, engine: Engine, app: web.Application, port: int, recorder: ListRecorder
+    ) -> None:
+        self.engine = engine
+        self.recorder = recorder
+        self.app = app
+        self.port = port
+        self.base_url = f"http://127.0.0.1:{port}/v1"
+
+    async def get(self, path: str) -> Reply:
+        return await ask(self.port, "GET", path)
+
+    async def post(self, path: str, body: object, headers: dict[str, str] | None = None) -> Reply:
+        return await ask(self.port, "POST", path, body, headers=headers)
+
+    async def complete(self, **body: object) -> Reply:
+        return await self.post("/v1/completions", {"prompt": "say:", "temperature": 0, **body})
+
+    async def chat(self, **body: object) -> Reply:
+        messages = [{"role": "user", "content": "say"}]
+        return await self.post(
+            "/v1/chat/completions", {"messages": messages, "temperature": 0, **body}
+        )
+
+    @property
+    def num_live(self) -> int:
+        """Requests anywhere in the engine, and blocks in use."""
+        now = self.engine.snapshot()
+        assert now.blocks_free + now.blocks_cached + now.blocks_live == now.blocks_total
+        return now.num_running + now.num_waiting + now.blocks_live
+
+    async def is_idle(self) -> None:
+        """Waits until nothing is left in the engine."""
+        while self.num_live:
+            await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def a_server(
+    script: Script,
+    *,
+    config: EngineConfig = CONFIG,
+    settings: ServerSettings | None = None,
+    on_forward: Callable[[], None] = lambda: None,
+    tracer: ServerTracer | None = None,
+    send_buffer: int | None = None,
+    dies: bool = False,
+) -> AsyncIterator[Server]:
+    """Afterwards no request, no block and no asyncio task may be left.
+
+    send_buffer: bytes the kernel may hold for a client that does not read
+    dies:        the engine is meant to be dead at the end
+    """
+    before = asyncio.all_tasks()
+    recorder = ListRecorder()
+    engine = _an_engine(script, config, on_forward, recorder)
+    app = create_app(
+        engine, metrics_text=lambda: "specserve_up 1\n", tracer=tracer, settings=settings
+    )
+    runner = create_runner(app)
+    await engine.start()
+    await runner.setup()
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    await web.SockSite(runner, listener).start()
+    server = Server(engine, app, listener.getsockname()[1], recorder)
+    try:
+        yield server
+        await server.is_idle()
+    finally:
+        await runner.cleanup()
+        await engine.stop()
+    assert (engine.error is not None) == dies, engine.error
+    assert asyncio.all_tasks() <= before
+
+
+def _an_engine(
+    script: Script, config: EngineConfig, on_forward: Callable[[], None], recorder: ListRecorder
+) -> Engine:
+    tokenizer = byte_tokenizer()
+    drafters: dict[str, Drafter] = dict(guessers(script))
+    return Engine(
+        model_name="test",
+        config=config,
+        runner=ModelRunner(
+            ScriptedModel(script, on_forward),
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            vocab_size=VOCAB_SIZE,
+            drafters=drafters,
+        ),
+        tokenizer=tokenizer,
+        limits=Limits.of(
+            config,
+            vocab_size=VOCAB_SIZE,
+            eos_ids=tokenizer.eos_ids,
+            drafters=("none", *drafters),
+        ),
+        recorder=recorder,
+    )
+
+
+class Pace:
+    """An on_forward that lets the engine take only the steps it is given."""
+
+    def __init__(self) -> None:
+        self._permits = threading.Semaphore(0)
+
+    def __call__(self) -> None:
+        if not self._permits.acquire(timeout=30):
+            raise AssertionError("the test gave no more steps")
+
+    def allow(self, num_steps: int = 1) -> None:
+        self._permits.release(num_steps)
+
+    async def steps_until_idle(self, server: Server) -> int:
+        """Gives steps one by one; how many it took until nothing was left in the engine."""
+        for num_steps in range(1000):
+            for _ in range(10):  # a step takes a few turns of the loop and one of the thread
+                await asyncio.sleep(0.005)
+                if server.num_live == 0:
+                    return num_steps
+            self.allow()
+        raise AssertionError("1000 steps and still busy")
