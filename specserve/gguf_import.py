@@ -1,8 +1,10 @@
 """Any GGUF file of the Llama family as a Hugging Face directory: config, weights, tokenizer.
 
 llama.cpp renames tensors and, for architecture "llama" only, reorders the rows of Q and K so that
-rotary pairs are neighbours; both are undone here. Quantised weights are stored as bf16: rounding
-to it (relative error <= 2^-8) is well below the noise that 4 to 8 bits have already added.
+rotary pairs are neighbours; both are undone here. Quantised weights are stored as bf16. That is
+not exact (it changes 79 % of the demo model's values, by 0.4 % at most) but well below the noise
+of 4 to 8 bits: over 1,024 tokens the mean KL divergence from the exact values is 5e-5 nats and the
+mean loss moves by 2e-4, for half the size of fp32.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def resolve_model(name: str) -> Path:
             raise ModelError(f"{path} is a file but not a .gguf: give its directory instead")
         return cached_conversion(path)
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
-    if looks_like_path or path.suffix == ".gguf" or not name:
+    if looks_like_path or path.suffix == ".gguf":
         raise ModelError(f"there is no model at {name!r}: check the path")
     return _from_hub(name)
 
