@@ -1,0 +1,85 @@
+"""Offline use, on the demo model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specserve import LLM, SamplingParams
+from specserve.errors import RequestError
+from specserve.types import Speculation
+
+pytestmark = [pytest.mark.demo, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def llm(demo_model_dir: Path) -> Iterator[LLM]:
+    with LLM("demo", dtype="fp32") as loaded:
+        yield loaded
+
+
+def test_three_prompts_are_answered_in_order(llm: LLM) -> None:
+    prompts = ["hi my name is", "today is a beautiful summer day", "hello there"]
+    results = llm.generate(prompts)
+    assert [result.prompt for result in results] == prompts
+    for result in results:
+        [output] = result.outputs
+        assert output.text
+        assert 1 <= len(output.token_ids) <= 16
+        assert output.finish_reason in ("length", "stop")
+
+
+def test_greedy_text_is_sensible_and_the_same_alone_and_beside_others(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12)
+    [alone] = llm.generate("The capital of France is", params)
+    beside = llm.generate(["Hello", "The capital of France is", "def f(x):"], params)
+    assert "Paris" in alone.outputs[0].text
+    assert beside[1].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_chat_goes_through_the_models_template(llm: LLM) -> None:
+    [result] = llm.chat(
+        [{"role": "user", "content": "What is the capital of France? One word."}],
+        SamplingParams(temperature=0, max_tokens=16),
+    )
+    assert "Paris" in result.outputs[0].text
+
+
+def test_lists_single_strings_and_n_are_taken_as_people_write_them(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=8, n=2, stop="\n")  # type: ignore[arg-type] # as vLLM allows
+    [result] = llm.generate([[19556, 905]], params, speculation=Speculation(drafter="none"))
+    assert result.prompt is None
+    assert result.prompt_token_ids == [19556, 905]
+    first, second = result.outputs
+    assert (first.index, second.index) == (0, 1)
+    assert first.token_ids != second.token_ids
+
+
+def test_a_bad_request_is_refused_and_the_next_one_runs(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="temperature is -1"):
+        llm.generate("Hello", SamplingParams(temperature=-1))
+    assert llm.generate("Hello", SamplingParams(max_tokens=1))[0].outputs[0].token_ids
+
+
+def test_the_model_path_holds_the_weights(llm: LLM, demo_model_dir: Path) -> None:
+    assert llm.model_path == demo_model_dir
+    assert (llm.model_path / "model.safetensors").is_file()
+
+
+def test_generate_on_the_command_line(demo_model_dir: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "specserve", "generate", "The capital of France is"),
+            *("--max-tokens", "8"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    assert "8 tokens in" in done.stderr
