@@ -14,10 +14,13 @@ V = 49,152 (one core; `gumbel` is the plain form that `race` must agree with).
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from numpy.random._philox import _PhiloxState
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -69,23 +72,24 @@ class Noise:
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(key=0)
-
-    def _words(
-        self, seed: int, position: int, purpose: int, part: int, start: int, n: int
-    ) -> NDArray[np.uint64]:
-        """n words of 64 bits from block `start` (four words each) of one stream."""
-        negative = int(seed < 0)  # -1 and 2^64 - 1 are different seeds
-        self._philox.state = {
+        self._counter = np.zeros(4, dtype=np.uint64)
+        self._key = np.zeros(2, dtype=np.uint64)
+        self._state: _PhiloxState = {
             "bit_generator": "Philox",
-            "state": {
-                "counter": np.array([start, part, position, purpose], dtype=np.uint64),
-                "key": np.array([seed & MAX_SEED, negative], dtype=np.uint64),
-            },
+            "state": {"counter": self._counter, "key": self._key},
             "buffer": np.zeros(4, dtype=np.uint64),
             "buffer_pos": 4,  # empty: the next read starts a block
             "has_uint32": 0,
             "uinteger": 0,
         }
+
+    def _words(
+        self, seed: int, position: int, purpose: int, part: int, start: int, n: int
+    ) -> NDArray[np.uint64]:
+        """n words of 64 bits from block `start` (four words each) of one stream."""
+        self._counter[:] = (start, part, position, purpose)
+        self._key[:] = (seed & MAX_SEED, seed < 0)  # -1 and 2^64 - 1 are different seeds
+        self._philox.state = self._state
         return self._philox.random_raw(n)
 
     def leading_bits(

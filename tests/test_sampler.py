@@ -150,7 +150,7 @@ def test_penalties_are_vllms_over_prompt_and_output() -> None:
 
 
 def test_penalties_count_the_draft_prefix_of_the_row_and_nothing_else() -> None:
-    penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.5}
+    penalties: dict[str, Any] = {"presence_penalty": 1.0, "frequency_penalty": 0.5}
     drafted = a_row((1,), draft_prefix=(2, 2), **penalties)
     emitted = a_row((1, 2, 2), prompt=(1,), **penalties)
     elsewhere = a_row((1,), draft_prefix=(3,), **penalties)
