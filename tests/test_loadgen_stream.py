@@ -97,6 +97,7 @@ def test_any_cutting_of_any_stream_gives_the_readable_parsers_events(
 
 # ---- over real sockets -------------------------------------------------------------------------
 
+PROMPT = Prompt(prompt_id="1", category="chat", messages=(Message("user", "hello"),))
 Complete = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -115,8 +116,7 @@ WHOLE = (ROLE, text_chunk("He", 1), text_chunk("llo 🦜", 2, 3), FINISH, USAGE,
 async def one_reply(complete: Complete, **changes: object) -> RequestRecord:
     async with serving(app_with(complete)) as url:
         settings = Settings(url=url, num_requests=1, **changes)  # type: ignore[arg-type]  # by name
-        prompt = Prompt(prompt_id="1", category="chat", messages=(Message("user", "hello"),))
-        result = await run_load(settings, [prompt])
+        result = await run_load(settings, [PROMPT])
     (record,) = result.records
     return record
 
@@ -163,6 +163,21 @@ async def test_a_body_that_stays_open_after_done_does_not_hold_the_client() -> N
     record = await one_reply(complete)
     released.set()
     assert record.failure is None
+
+
+async def test_the_next_request_reuses_a_connection_whose_body_ends_a_little_after_done() -> None:
+    peers = set()
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        peers.add(request.transport.get_extra_info("peername"))
+        response = await write_stream(request, *WHOLE)
+        await asyncio.sleep(0.01)
+        return response
+
+    async with serving(app_with(complete)) as url:
+        await run_load(Settings(url=url, num_requests=3), [PROMPT])
+    assert len(peers) == 1
 
 
 def json_error(status: int, body: object, **headers: str) -> Complete:

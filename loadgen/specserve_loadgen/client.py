@@ -57,11 +57,12 @@ def request_body(settings: Settings, model: str, prompt: Prompt, request_idx: in
 
 
 class Client:
-    """Async context manager. `clock` gives seconds; only differences of it are reported."""
+    """Async context manager. `clock` gives seconds; only differences of it are used."""
 
     def __init__(self, settings: Settings, api_key: str | None, clock: Callable[[], float]) -> None:
         self._settings = settings
         self._clock = clock
+        self._zero = 0.0
         self._headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
         self._auth = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
@@ -83,6 +84,14 @@ class Client:
         tb: TracebackType | None,
     ) -> None:
         await self._session.close()
+
+    def start_clock(self) -> None:
+        """Make this moment 0 s: the measured load begins."""
+        self._zero = self._clock()
+
+    def now(self) -> float:
+        """Seconds on the run's clock."""
+        return self._clock() - self._zero
 
     async def find_model(self) -> str:
         """The model to ask for, and proof that a server is there. Raises LoadgenError."""
@@ -146,7 +155,7 @@ class Client:
         body = request_body(self._settings, model, prompt, request_idx)
         reply = Reply()
         failure: Failure | None = Failure(kind="cancelled", message="this client was stopped")
-        sent = self._clock()
+        sent = self.now()
         try:
             failure = await self._stream(body, reply)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -157,7 +166,7 @@ class Client:
         except (aiohttp.ClientError, OSError) as error:
             failure = Failure(kind="connection_lost", message=_reason(error))
         finally:
-            ended = self._clock() if reply.done_at is None else reply.done_at
+            ended = self.now() if reply.done_at is None else reply.done_at
             record = reply.record(
                 request_idx=request_idx,
                 prompt_id=prompt.prompt_id,
@@ -183,7 +192,7 @@ class Client:
                 return Failure(kind="not_a_stream", message=f"the reply's content type is {found}")
             parser = SseParser()
             async for data in response.content.iter_any():
-                now = self._clock()
+                now = self.now()
                 for event in parser.feed(data):
                     if failure := reply.on_event(event, now):
                         return failure

@@ -62,7 +62,7 @@ async def run_load(
 
             async with _lag_probe() as lags:
                 interrupted = await _until_interrupted(
-                    _load(client, settings, prompts, model, clock, take)
+                    _load(client, settings, prompts, model, take)
                 )
         deltas = await _settled_deltas(client, before, records)
     return RunResult(
@@ -88,38 +88,15 @@ async def _load(
     settings: Settings,
     prompts: Sequence[Prompt],
     model: str,
-    clock: Callable[[], float],
     take: Callable[[RequestRecord], None],
 ) -> None:
-    zero = clock()
-
-    def on_run_clock(record: RequestRecord) -> None:
-        take(_shifted(record, zero))
+    client.start_clock()
 
     async def send(request_idx: int, scheduled: float | None) -> None:
         prompt = prompts[request_idx % len(prompts)]
-        due = None if scheduled is None else zero + scheduled
-        await client.send(model, prompt, request_idx, due, on_run_clock)
+        await client.send(model, prompt, request_idx, scheduled, take)
 
-    await pacing.drive(settings, len(prompts), send, lambda: clock() - zero)
-
-
-def _shifted(record: RequestRecord, zero: float) -> RequestRecord:
-    """The record with its times counted from the start of the load."""
-
-    def at(seconds: float | None) -> float | None:
-        return None if seconds is None else seconds - zero
-
-    return msgspec.structs.replace(
-        record,
-        scheduled=at(record.scheduled),
-        sent=record.sent - zero,
-        ended=record.ended - zero,
-        first_text=at(record.first_text),
-        chunks=tuple(
-            msgspec.structs.replace(chunk, seconds=chunk.seconds - zero) for chunk in record.chunks
-        ),
-    )
+    await pacing.drive(settings, len(prompts), send, client.now)
 
 
 async def _warm_up(
