@@ -20,8 +20,7 @@ from .metrics import Metrics
 from .otlp_json import encode_line
 from .recorder import BoundedQueue
 
-# Encoding holds the interpreter's lock at about 0.1 ms a span: small batches let the event loop in.
-_BATCH_SPANS = 64
+_BATCH_SPANS = 64  # measured: 16 and 64 disturb the event loop alike (p99 of a step unchanged)
 _QUEUED_SPANS = 4096
 _EXPORT_TIMEOUT_SECONDS = 10.0
 
@@ -106,10 +105,17 @@ class OtlpSink:
             self._wake.wait()
             self._wake.clear()
             while batch := self._queue.take(_BATCH_SPANS):
-                if self._exporter.export(batch) is not SpanExportResult.SUCCESS:
+                if not self._deliver(batch):
                     self._metrics.num_spans_dropped_at_export += len(batch)
             if self._closing.is_set():
                 return
+
+    def _deliver(self, batch: list[ReadableSpan]) -> bool:
+        try:
+            return self._exporter.export(batch) is SpanExportResult.SUCCESS
+        except Exception as error:  # older exporters (1.38 does) raise where a collector is down
+            _log.warning("trace_export_failed", error=repr(error))
+            return False
 
 
 def traces_url(endpoint: str) -> str:
