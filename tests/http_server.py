@@ -66,6 +66,11 @@ class Server:
         assert now.blocks_free + now.blocks_cached + now.blocks_live == now.blocks_total
         return now.num_running + now.num_waiting + now.blocks_live
 
+    async def has(self, *, running: int, waiting: int = 0) -> None:
+        """Waits until exactly so many requests run and wait."""
+        while (now := self.engine.snapshot()).num_running != running or now.num_waiting != waiting:
+            await asyncio.sleep(0.002)
+
     async def is_idle(self) -> None:
         """Waits until nothing is left in the engine."""
         while self.num_live:

@@ -135,7 +135,10 @@ class ScriptedModel:
             keys[slots[context_len:]] = input_ids[start:end].to(keys.dtype)
             segment = [int(key) for key in keys[slots].tolist()]
             histories += [segment[: context_len + 1 + j] for j in range(end - start)]
-        return torch.stack([self._logits(histories[at]) for at in logits_indices])
+        logits = torch.empty(len(logits_indices), VOCAB_SIZE, dtype=self.dtype)
+        for row, at in enumerate(logits_indices):
+            logits[row] = self._logits(histories[at])
+        return logits
 
     def _logits(self, history: list[int]) -> Tensor:  # [V]
         """The scripted token is the likeliest by far, the others follow in the order of ids."""

@@ -18,7 +18,7 @@ from tests.scripted import says
 pytestmark = pytest.mark.timeout(60)
 
 EMOJI = "a🎉你👩‍🚀é"
-CHAT = {"messages": [{"role": "user", "content": "say"}], "temperature": 0}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "say"}], "temperature": 0}
 
 
 def texts(events: list[Any], index: int = 0) -> list[str]:
@@ -305,6 +305,15 @@ async def test_tokenize_and_detokenize_are_inverse_and_chat_counts_its_template(
         assert back.json() == {"prompt": "né:"}
         chat = (await server.post("/tokenize", {"messages": CHAT["messages"]})).json()
         assert (await server.chat()).json()["usage"]["prompt_tokens"] == chat["count"]
+
+
+async def test_a_final_message_of_the_assistant_is_continued() -> None:
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "hel"}]
+    async with a_server(says("hello")) as server:
+        continued = await server.chat(
+            messages=messages, continue_final_message=True, add_generation_prompt=False
+        )
+        assert continued.json()["choices"][0]["message"]["content"] == "lo"
 
 
 async def test_models_name_what_is_served_under_any_spelling_of_the_path() -> None:

@@ -65,10 +65,10 @@ def test_a_missing_message_field_is_named_with_its_place() -> None:
 
 
 def test_null_in_every_optional_field_means_the_default() -> None:
-    for kind in (CompletionBody, ChatBody):
-        names = [field for field in kind.__struct_fields__ if field not in ("prompt", "messages")]
-        raw = msgspec.json.encode(dict.fromkeys(names))
-        assert parse_body(raw, kind) == parse_body(b"{}", kind)
+    nulls = msgspec.json.encode(dict.fromkeys(CompletionBody.__struct_fields__))
+    assert parse_body(nulls, CompletionBody) == CompletionBody()
+    nulls = msgspec.json.encode(dict.fromkeys(ChatBody.__struct_fields__))
+    assert parse_body(nulls, ChatBody) == ChatBody()
 
 
 def test_unknown_fields_and_long_numbers_in_them_are_ignored() -> None:
@@ -108,18 +108,22 @@ UNSUPPORTED_CHAT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "value"),
-    [(CompletionBody, name, value) for name, value in UNSUPPORTED.items()]
-    + [(ChatBody, name, value) for name, value in UNSUPPORTED_CHAT.items()],
-)
-def test_what_is_not_supported_yet_is_refused_by_name(
-    kind: type[CompletionBody | ChatBody], name: str, value: object
-) -> None:
-    body = parse_body(msgspec.json.encode({name: value}), kind)
+def check_unsupported(body: CompletionBody | ChatBody, name: str) -> None:
     with pytest.raises(RequestError, match=name) as caught:
         refuse_unsupported(body)
     assert (caught.value.status, caught.value.param) == (400, name)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_completions_do_not_support_yet_is_refused_by_name(name: str) -> None:
+    raw = msgspec.json.encode({name: UNSUPPORTED[name]})
+    check_unsupported(parse_body(raw, CompletionBody), name)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED_CHAT)
+def test_what_chat_does_not_support_yet_is_refused_by_name(name: str) -> None:
+    raw = msgspec.json.encode({name: UNSUPPORTED_CHAT[name]})
+    check_unsupported(parse_body(raw, ChatBody), name)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +143,6 @@ def test_a_field_that_asks_for_nothing_is_accepted(document: dict[str, object]) 
     [
         ({"logprobs": 6}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
-        ({"min_tokens": -1}, "min_tokens"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"logit_bias": {"abc": 1}}, "logit_bias"),
         ({"logit_bias": {"1.0": 1}}, "logit_bias"),
         ({"logit_bias": {"": 1}}, "logit_bias"),

@@ -106,6 +106,15 @@ def check_parallel(num_prompts: int, n: int) -> None:
         )
 
 
+def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+    """max_tokens: resolved, so that a minimum beyond the room that is left is refused too."""
+    if not 0 <= min_tokens <= max_tokens:
+        raise RequestError(
+            f"min_tokens is {min_tokens}, it must be from 0 to max_tokens, here {max_tokens}",
+            param="min_tokens",
+        )
+
+
 def completion_params(body: CompletionBody) -> SamplingParams:
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_COMPLETION_LOGPROBS:
         raise RequestError(
@@ -143,11 +152,6 @@ def _params(
     body: GenerationBody, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     default = _DEFAULTS
-    min_tokens = _given_int(body.min_tokens, default.min_tokens)
-    if min_tokens < 0 or (max_tokens is not None and min_tokens > max_tokens):
-        raise RequestError(
-            f"min_tokens is {min_tokens}, it must be from 0 to max_tokens", param="min_tokens"
-        )
     return SamplingParams(
         n=_given_int(body.n, default.n),
         temperature=_given(body.temperature, default.temperature),
@@ -159,7 +163,7 @@ def _params(
         frequency_penalty=_given(body.frequency_penalty, default.frequency_penalty),
         repetition_penalty=_given(body.repetition_penalty, default.repetition_penalty),
         logit_bias=_logit_bias(body.logit_bias),
-        min_tokens=min_tokens,
+        min_tokens=_given_int(body.min_tokens, default.min_tokens),
         max_tokens=max_tokens,
         stop=_stop_strings(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
