@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from specserve import __version__
 from specserve.errors import SpecserveError
 from specserve.options import EngineOptions, ServeOptions, add_option_arguments
+from specserve.version import __version__
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -24,7 +24,15 @@ from specserve.output import OutputProcessor
 from specserve.scheduler import Scheduler
 from specserve.stream import RequestStream
 from specserve.tokenizer import Tokenizer
-from specserve.types import BatchPlan, FinishReason, Request, RowPlan, RowResult, StepResult
+from specserve.types import (
+    BatchPlan,
+    FinishReason,
+    Request,
+    RowPlan,
+    RowResult,
+    StepResult,
+    StepTimings,
+)
 from specserve_observability.logs import get_logger
 from specserve_observability.records import RequestRecord, RowRecord, StepRecord
 
@@ -177,20 +185,28 @@ class Engine:
         plan_start = time.time()
         plan = self._scheduler.plan()
         num_preempted = self._scheduler.num_preempted_last
-        plan_end = time.time()
+        planned = (plan_start, time.time())
         self._check_progress(plan)
-        self._note_planned(plan, plan_end, num_preempted)
+        self._note_planned(plan, planned[1], num_preempted)
         context = contextvars.copy_context()
-        result = await asyncio.get_running_loop().run_in_executor(
-            self._worker, context.run, self._runner.execute, plan
-        )
+        try:
+            result = await asyncio.get_running_loop().run_in_executor(
+                self._worker, context.run, self._runner.execute, plan
+            )
+        except Exception as error:
+            now = time.time()
+            timings = StepTimings(
+                draft_start=planned[1], forward_start=planned[1], verify_start=now, end=now
+            )
+            self._record_step(plan, timings, [], planned, num_preempted, error=repr(error))
+            raise
         self._apply_aborts()
         rows = [
             record
             for row, row_result in zip(plan.rows, result.rows, strict=True)
             if (record := self._commit_row(row, row_result, result)) is not None
         ]
-        self._record_step(plan, result, rows, (plan_start, plan_end), num_preempted)
+        self._record_step(plan, result.timings, rows, planned, num_preempted)
 
     def _check_progress(self, plan: BatchPlan) -> None:
         """An empty plan is a plan (all were preempted); several in a row mean a deadlock."""
@@ -227,13 +243,14 @@ class Engine:
     def _record_step(
         self,
         plan: BatchPlan,
-        result: StepResult,
+        timings: StepTimings,
         rows: list[RowRecord],
         planned: tuple[float, float],
         num_preempted: int,
+        *,
+        error: str | None = None,
     ) -> None:
         now = self.snapshot()
-        timings = result.timings
         self._recorder.record_step(
             StepRecord(
                 step_idx=plan.step_idx,
@@ -252,6 +269,7 @@ class Engine:
                 blocks_live=now.blocks_live,
                 token_budget=self.config.max_num_batched_tokens,
                 num_preempted=num_preempted,
+                error=error,
             )
         )
 

@@ -166,6 +166,7 @@ class LiveRequest:
             num_spec_steps=stats.num_spec_steps,
             num_draft_tokens=stats.num_draft_tokens,
             num_accepted_draft_tokens=stats.num_accepted_draft_tokens,
+            num_spec_emitted_tokens=stats.num_spec_emitted_tokens,
             num_steps=stats.num_steps,
             drafted_per_position=at_each_position(self._per_step_drafted),
             accepted_per_position=at_each_position(self._per_step_accepted),

@@ -21,9 +21,9 @@ def _help(text: str) -> Any:  # msgspec.Meta is what Annotated takes
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What makes an engine."""
 
-    model: Annotated[
-        str, _help("`demo`, a Hugging Face directory, a .gguf file, or a hub id")
-    ] = "demo"
+    model: Annotated[str, _help("`demo`, a Hugging Face directory, a .gguf file, or a hub id")] = (
+        "demo"
+    )
     dtype: Annotated[DType, _help("weights and KV; auto: bf16 where this CPU multiplies it")] = (
         "auto"
     )

@@ -8,12 +8,12 @@ import sys
 
 from aiohttp import web
 
-from specserve import __version__
 from specserve.compose import Built, build_engine
 from specserve.errors import ConfigError
 from specserve.options import ServeOptions
 from specserve.server.app import create_app, create_runner, drain
 from specserve.server.state import ServerSettings
+from specserve.version import __version__
 from specserve_drafts import parse_drafter_spec
 from specserve_observability import names
 from specserve_observability.logs import configure_logging
