@@ -145,6 +145,7 @@ def _make_drafters(
             argument=argument,
             vocab_size=min(target.tokenizer.vocab_size, target.decoder.vocab_size),
             model=drafts.get(argument or ""),
+            max_positions=_max_positions(drafts.get(argument or "")),
             num_blocks=config.num_blocks,
             block_size=config.block_size,
         )
@@ -234,3 +235,7 @@ def _engine_config(
 
 def _ranges(sizes: tuple[int, ...]) -> str:
     return ", ".join(str(size) for size in sizes)
+
+
+def _max_positions(model: Decoder | None) -> int | None:
+    return None if model is None else model.max_position_embeddings

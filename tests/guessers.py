@@ -1,0 +1,53 @@
+"""Every drafter the replay tests run under: real ones, and those that know the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+from specserve.config import EngineConfig
+from specserve.drafting import Draft, Drafter, DraftRow
+from specserve.models.decoder import Decoder
+from specserve_drafts import DRAFTERS, DrafterResources, Script, Truth, recorded
+
+GUESSERS = ["ngram", "draft_model", "oracle", "anti", "synthetic", "tree"]
+
+
+def make_guesser(
+    name: str,
+    model: Decoder,
+    truth: Mapping[tuple[int, ...], Seq[int]],
+    config: EngineConfig,
+) -> Drafter:
+    """draft_model is the target itself; tree branches at every depth."""
+    table = recorded(truth)
+    resources = DrafterResources(
+        argument="0.8,0.5" if name == "synthetic" else None,
+        vocab_size=model.vocab_size,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        model=model if name == "draft_model" else None,
+        truth=table,
+        script=_branching(table, model.vocab_size),
+    )
+    return DRAFTERS["scripted" if name == "tree" else name](resources)
+
+
+def _branching(truth: Truth, vocab_size: int) -> Script:
+    """Two children per node of the right path, the wrong one first: accepted KV has gaps."""
+
+    def script(row: DraftRow) -> Draft:
+        output = truth(row.request)
+        if output is None:
+            return Draft()
+        start = len(row.history) - len(row.request.prompt_ids)
+        token_ids: list[int] = []
+        parents: list[int] = []
+        parent = -1
+        for right in output[start:]:
+            token_ids += [(right + 1) % vocab_size, right]
+            parents += [parent, parent]
+            parent = len(token_ids) - 1
+        return Draft(token_ids=tuple(token_ids), parents=tuple(parents))
+
+    return script
