@@ -1,0 +1,277 @@
+"""The native decoder of the Llama family over packed tokens and paged KV.
+
+The rule it keeps: a row's logits are a function of the row's own tokens, bit for bit. GEMMs go
+through `RowInvariantLinear`, attention through a backend that keeps the same promise, and
+elementwise steps use only operations whose bits do not depend on the place in a tensor: torch's
+silu and sigmoid do not qualify (the tail of a vector takes the scalar path), exp and division do.
+
+A step's rows are padded once, at the embedding, to a number of rows that GEMM calls cover exactly;
+only attention and the KV cache see the real rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specserve.errors import ModelError
+from specserve.kv_cache import KVCache, kv_bytes_per_token
+from specserve.models.config import ModelConfig
+from specserve.models.linear import CANDIDATE_ROWS, RowInvariantLinear, measure_call_sizes
+from specserve.models.rope import cos_sin, inverse_frequencies, rotate
+from specserve_kernels.interface import AttentionPlan, Backend, PagedBatch
+
+_HEAD_ROWS = tuple(rows for rows in CANDIDATE_ROWS if rows <= 64)  # the head is wide, rows few
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Weights of one layer, [out, in] each. N, G, H as everywhere; D hidden, I intermediate."""
+
+    input_norm: Tensor  # [D]
+    qkv: Tensor  # [(N+2G)*H, D]
+    qkv_bias: Tensor | None
+    qk_norm: tuple[Tensor, Tensor] | None  # [H] for queries, [H] for keys
+    out: Tensor  # [D, N*H]
+    out_bias: Tensor | None
+    mlp_norm: Tensor  # [D]
+    gate_up: Tensor  # [2I, D]
+    gate_up_bias: Tensor | None
+    down: Tensor  # [D, I]
+    down_bias: Tensor | None
+
+    def tensors(self) -> list[Tensor]:
+        weights = [self.input_norm, self.qkv, self.out, self.mlp_norm, self.gate_up, self.down]
+        optional = [self.qkv_bias, self.out_bias, self.gate_up_bias, self.down_bias]
+        return [*weights, *(t for t in optional if t is not None), *(self.qk_norm or ())]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What all layers of one forward share."""
+
+    num_tokens: int  # T; rows beyond are padding
+    cos: Tensor  # [T', 1, H], T' padded rows
+    sin: Tensor
+    slots: Tensor  # [T]
+    plan: AttentionPlan
+
+
+class Decoder:
+    """Implements `specserve.models.interface.CausalLM`.
+
+    weights: Hugging Face names; ModelError where one is missing, unknown or of another shape
+    dtype:   of weights, KV and activations: torch.float32, bfloat16 or float64
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        backend: Backend,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.vocab_size = config.vocab_size
+        self.max_position_embeddings = config.max_position_embeddings
+        self._backend = backend
+        taker = _WeightTaker(weights, dtype)
+        width = config.hidden_size
+        self._embedding = taker.take("model.embed_tokens.weight", config.vocab_size, width)
+        self._layers = [_take_layer(taker, config, idx) for idx in range(config.num_layers)]
+        self._final_norm = taker.take("model.norm.weight", width)
+        self._head = self._embedding
+        if not config.tie_word_embeddings:
+            self._head = taker.take("lm_head.weight", config.vocab_size, width)
+        taker.refuse_leftovers()
+        self._inv_freq, self._rope_factor = inverse_frequencies(config.rope, config.head_dim)
+        first = self._layers[0]
+        self._linear = RowInvariantLinear(
+            measure_call_sizes([first.qkv, first.out, first.gate_up, first.down])
+        )
+        self._head_linear = RowInvariantLinear(measure_call_sizes([self._head], _HEAD_ROWS))
+
+    @property
+    def call_sizes(self) -> tuple[int, ...]:
+        """Rows per GEMM call of the layers: measured to agree bit for bit with one another."""
+        return self._linear.call_sizes
+
+    def weight_bytes(self) -> int:
+        """Bytes of all weights; a tied head counts once."""
+        tensors = [self._embedding, self._final_norm]
+        tensors += [tensor for layer in self._layers for tensor in layer.tensors()]
+        if self._head is not self._embedding:
+            tensors.append(self._head)
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def kv_bytes_per_token(self) -> int:
+        return kv_bytes_per_token(
+            layers=self.config.num_layers,
+            kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+        )
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        return KVCache(
+            layers=self.config.num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,  # [T] int64
+        positions: Tensor,  # [T] int64
+        batch: PagedBatch,
+        kv_cache: KVCache,
+        logits_indices: Seq[int],  # L packed rows whose logits are wanted
+    ) -> Tensor:  # [L, V] fp32, fp64 for an fp64 model
+        """Writes KV of all T tokens, returns logits of L of them."""
+        num_tokens = input_ids.shape[0]
+        padding = (0, self._linear.padded(num_tokens) - num_tokens)
+        cos, sin = cos_sin(F.pad(positions, padding), self._inv_freq, self._rope_factor, self.dtype)
+        step = _Step(
+            num_tokens=num_tokens,
+            cos=cos,
+            sin=sin,
+            slots=self._backend.slot_mapping(batch),
+            plan=self._backend.prepare(batch),
+        )
+        x = F.embedding(F.pad(input_ids, padding), self._embedding)  # [T', D]
+        for layer_idx, layer in enumerate(self._layers):
+            x = x + self._attention(layer, layer_idx, x, step, kv_cache)
+            x = x + self._mlp(layer, x)
+        wanted = x[torch.tensor(list(logits_indices), dtype=torch.int64)]  # [L, D]
+        logits = self._head_linear(self._norm(wanted, self._final_norm), self._head)
+        return logits.to(torch.promote_types(self.dtype, torch.float32))
+
+    def _attention(
+        self, layer: _Layer, layer_idx: int, x: Tensor, step: _Step, kv_cache: KVCache
+    ) -> Tensor:
+        """x [T', D] -> [T', D]"""
+        config = self.config
+        num_rows, num_heads, num_kv_heads = x.shape[0], config.num_heads, config.num_kv_heads
+        qkv = self._linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+        qkv = qkv.view(num_rows, num_heads + 2 * num_kv_heads, config.head_dim)
+        query_key = qkv[:, : num_heads + num_kv_heads]  # [T', N+G, H]
+        if layer.qk_norm is not None:
+            query, key = query_key.split((num_heads, num_kv_heads), dim=1)
+            query_key = torch.cat(
+                [self._norm(query, layer.qk_norm[0]), self._norm(key, layer.qk_norm[1])], dim=1
+            )
+        query_key = rotate(query_key, step.cos, step.sin)[: step.num_tokens]
+        k_cache, v_cache = kv_cache.keys[layer_idx], kv_cache.values[layer_idx]
+        value = qkv[: step.num_tokens, num_heads + num_kv_heads :]
+        self._backend.write_kv(query_key[:, num_heads:], value, k_cache, v_cache, step.slots)
+        seen = self._backend.paged_attention(
+            query_key[:, :num_heads],
+            k_cache,
+            v_cache,
+            step.plan,
+            scale=config.head_dim**-0.5,
+            sliding_window=config.sliding_windows[layer_idx],
+        ).view(step.num_tokens, -1)
+        if step.num_tokens < num_rows:
+            seen = F.pad(seen, (0, 0, 0, num_rows - step.num_tokens))
+        return self._linear(seen, layer.out, layer.out_bias)
+
+    def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
+        """x [T', D] -> [T', D]"""
+        gate_up = self._linear(self._norm(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
+        gate, up = gate_up.chunk(2, dim=-1)  # [T', I] each
+        return self._linear(silu(gate) * up, layer.down, layer.down_bias)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), any shape, each number's bits the same wherever it stands."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide / torch.exp(-wide).add_(1)).to(x.dtype)
+
+
+class _WeightTaker:
+    """Takes tensors out of a checkpoint by name, checks shapes, and knows what was never taken."""
+
+    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self._taken: set[str] = set()
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        tensor = self._weights.get(name)
+        if tensor is None:
+            raise ModelError(f"the checkpoint has no tensor {name!r}, its config.json needs it")
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"tensor {name!r} has shape {list(tensor.shape)}, config.json says {list(shape)}"
+            )
+        self._taken.add(name)
+        return tensor.to(self._dtype)
+
+    def refuse_leftovers(self) -> None:
+        """A tensor nobody reads (a bias, another architecture's part) would be silently dropped."""
+        # Old checkpoints store RoPE's frequencies; a tied head may be stored beside the embedding.
+        known = ("rotary_emb.inv_freq", "lm_head.weight")
+        unknown = [n for n in self._weights if n not in self._taken and not n.endswith(known)]
+        if unknown:
+            raise ModelError(
+                f"the checkpoint has {len(unknown)} tensors its config.json has no place for, the "
+                f"first of them {min(unknown)!r}: the architecture is another one"
+            )
+
+
+def _take_layer(taker: _WeightTaker, config: ModelConfig, idx: int) -> _Layer:
+    prefix, width, inner = f"model.layers.{idx}", config.hidden_size, config.intermediate_size
+    query_size = config.num_heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+
+    def norm(name: str, size: int = width) -> Tensor:
+        return taker.take(f"{prefix}.{name}.weight", size)
+
+    def fused(parts: Mapping[str, int], num_inputs: int) -> Tensor:
+        weights = [taker.take(f"{name}.weight", rows, num_inputs) for name, rows in parts.items()]
+        return torch.cat(weights) if len(weights) > 1 else weights[0]
+
+    def bias(parts: Mapping[str, int], wanted: bool) -> Tensor | None:
+        if not wanted:
+            return None
+        return torch.cat([taker.take(f"{name}.bias", rows) for name, rows in parts.items()])
+
+    qkv = {
+        f"{attention}.q_proj": query_size,
+        f"{attention}.k_proj": kv_size,
+        f"{attention}.v_proj": kv_size,
+    }
+    out, down = {f"{attention}.o_proj": width}, {f"{mlp}.down_proj": width}
+    gate_up = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
+    qk_norm = None
+    if config.qk_norm:
+        sizes = config.head_dim
+        qk_norm = (norm("self_attn.q_norm", sizes), norm("self_attn.k_norm", sizes))
+    return _Layer(
+        input_norm=norm("input_layernorm"),
+        qkv=fused(qkv, width),
+        qkv_bias=bias(qkv, config.qkv_bias),
+        qk_norm=qk_norm,
+        out=fused(out, query_size),
+        out_bias=bias(out, config.output_bias),
+        mlp_norm=norm("post_attention_layernorm"),
+        gate_up=fused(gate_up, width),
+        gate_up_bias=bias(gate_up, config.mlp_bias),
+        down=fused(down, inner),
+        down_bias=bias(down, config.mlp_bias),
+    )
