@@ -60,12 +60,11 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     def num_tokens(self) -> int:
         return sum(step.num_tokens for step in self.steps)
 
-    def metrics(self) -> dict[str, object]:
+    def metrics(self) -> dict[str, dict[str, object]]:
         spec = [step for step in self.steps if step.drafted]
         accepted = sum(step.accepted for step in spec)
         drafted = sum(step.drafted for step in spec)
         emitted = sum(step.num_tokens for step in spec)
-        reached = range(self.k)
         return {
             "speculative_decoding": {
                 "mean_acceptance_length": emitted / len(spec) if spec else 0.0,
@@ -80,8 +79,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
             },
             "specserve": {
                 "drafters": ["synthetic"] if spec else [],
-                "drafted_per_position": [sum(s.drafted > i for s in spec) for i in reached],
-                "accepted_per_position": [sum(s.accepted > i for s in spec) for i in reached],
+                "drafted_per_position": at_each_position([step.drafted for step in spec]),
+                "accepted_per_position": at_each_position([step.accepted for step in spec]),
                 "queue_seconds": 0.0,
                 "prefill_seconds": 0.0,
                 "decode_seconds": 0.0,
@@ -89,6 +88,11 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
                 "steps": len(self.steps),
             },
         }
+
+
+def at_each_position(counts: Sequence[int]) -> list[int]:
+    """How many of the counts reach each position; ends at the last that any reaches."""
+    return [sum(count > place for count in counts) for place in range(max(counts, default=0))]
 
 
 def geometric_steps(alpha_halves: int, k: int) -> tuple[Step, ...]:

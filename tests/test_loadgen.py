@@ -138,9 +138,20 @@ async def test_pooled_and_per_request_means_differ_as_they_should() -> None:
     assert got.tokens_per_step == pytest.approx((28 + 2 + 5) / (10 + 2 + 5))
 
 
+async def test_positions_that_no_guess_survived_count_as_zero() -> None:
+    script = Script(steps=(Step(), Step(drafted=4, accepted=1), Step(drafted=2)), k=4)
+    report = await report_of(ScriptedServer([script]), num_requests=1)
+    got = report.acceptance
+    assert got.drafted_per_position == (2, 2, 1, 1)
+    assert got.accepted_per_position == (1, 0, 0, 0)
+    assert got.acceptance_rate_per_position == (0.5, 0.0, 0.0, 0.0)
+    assert printed(report, "by position") == ["1", "2", "3", "4"]
+    assert report.cross_check.disagreements == ()
+
+
 async def test_without_our_own_metrics_steps_are_derived_from_vllms() -> None:
     class VllmScript(Script, frozen=True, kw_only=True):
-        def metrics(self) -> dict[str, object]:
+        def metrics(self) -> dict[str, dict[str, object]]:
             return {"speculative_decoding": super().metrics()["speculative_decoding"]}
 
     script = VllmScript(steps=(Step(), Step(drafted=3, accepted=2), Step()))
@@ -215,17 +226,19 @@ async def test_merged_steps_are_flagged_by_the_chunks() -> None:
         ({"mean_acceptance_length": 9.5}, "mean_acceptance_length is outside"),
         ({"num_draft_tokens": 7}, "drafted_per_position does not sum"),
         ({"num_spec_steps": "two"}, "another shape"),
+        ({"drafted_per_position": [6]}, "more accepted than drafted at a position"),
     ],
 )
 async def test_a_reply_that_contradicts_itself_is_flagged(
     change: dict[str, object], words: str
 ) -> None:
     class Lying(Script, frozen=True, kw_only=True):
-        def metrics(self) -> dict[str, object]:
+        def metrics(self) -> dict[str, dict[str, object]]:
             honest = super().metrics()
-            spec = honest["speculative_decoding"]
-            assert isinstance(spec, dict)
-            return honest | {"speculative_decoding": spec | change}
+            return {
+                name: {k: change.get(k, v) for k, v in part.items()}
+                for name, part in honest.items()
+            }
 
     report = await report_of(ScriptedServer([Lying(steps=SPEC.steps)]), num_requests=1)
     assert any(words in text for text in report.cross_check.disagreements)

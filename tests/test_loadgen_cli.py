@@ -65,6 +65,21 @@ async def test_failures_are_counted_by_kind_and_give_exit_code_1(
     assert "http_429: full (Retry-After: 3)" in out
 
 
+async def test_a_run_without_a_success_shows_its_errors_and_claims_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def complete(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "no such drafter"}}, status=400)
+
+    async with serving(app_with(complete)) as url:
+        code = await asyncio.to_thread(main, ["--url", url, "--num-requests", "2"])
+        assert code == 1
+    out = capsys.readouterr().out
+    assert "http_400: no such drafter" in out
+    assert "agree" not in out
+    assert "throughput" not in out
+
+
 async def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
     third_arrived = asyncio.Event()
     num_hits = 0

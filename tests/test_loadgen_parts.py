@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 from specserve_loadgen import latency
-from specserve_loadgen.crosscheck import counter_deltas, parse_counters
+from specserve_loadgen.crosscheck import COUNTERS, counter_deltas, parse_counters
 from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.pacing import drive, poisson_arrivals
 from specserve_loadgen.progress import Progress
@@ -26,6 +26,7 @@ from specserve_loadgen.report import make_report
 from specserve_loadgen.run import RunResult
 from specserve_loadgen.settings import OpenLoop, Settings
 from specserve_loadgen.stats import add_by_position, distribution, percentile
+from specserve_observability.metrics import Gauges, Metrics, render
 
 FLOATS = st.lists(st.floats(0, 1e6), min_size=1, max_size=200)
 
@@ -193,6 +194,14 @@ def test_counters_are_summed_over_their_labels_and_vllms_names_are_known() -> No
         "specserve_generated_tokens_total not-a-number\n"
     )
     assert parse_counters(text) == {"steps with drafts": 7.0, "output tokens": 1000.0}
+
+
+def test_every_counter_compared_exists_on_our_own_server() -> None:
+    gauges = Gauges(
+        num_running=0, num_waiting=0, blocks_free=1, blocks_cached=0, blocks_live=0, engine_up=True
+    )
+    text = render(Metrics(drafters=("ngram", "draft_model")), gauges)
+    assert parse_counters(text) == dict.fromkeys(COUNTERS, 0.0)
 
 
 def test_a_delta_needs_both_scrapes() -> None:

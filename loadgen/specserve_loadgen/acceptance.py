@@ -9,6 +9,7 @@ Each pooled (token-weighted: long replies weigh more) and averaged over requests
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
 
 import msgspec
 
@@ -49,8 +50,9 @@ def acceptance(records: Iterable[RequestRecord]) -> Acceptance:
     spec = [r.speculative for r in known if r.speculative is not None]
     drafted = [s for s in spec if s.num_spec_steps]
     own = [r.specserve for r in known if r.specserve is not None]
+    # Each list ends at its last position that is not 0, so the one of accepted may be shorter.
     drafted_at = add_by_position(s.drafted_per_position for s in own)
-    accepted_at = add_by_position(s.accepted_per_position for s in own)
+    accepted_at = add_by_position([[0] * len(drafted_at), *(s.accepted_per_position for s in own)])
     num_spec_steps = sum(s.num_spec_steps for s in spec)
     num_draft_tokens = sum(s.num_draft_tokens for s in spec)
     num_accepted = sum(s.num_accepted_draft_tokens for s in spec)
@@ -81,7 +83,7 @@ def acceptance(records: Iterable[RequestRecord]) -> Acceptance:
         drafted_per_position=drafted_at,
         accepted_per_position=accepted_at,
         acceptance_rate_per_position=tuple(
-            ratio(a, d) for a, d in zip(accepted_at, drafted_at, strict=False)
+            ratio(a, d) for a, d in zip_longest(accepted_at, drafted_at, fillvalue=0)
         ),
         num_output_tokens=num_output_tokens,
         num_steps=num_steps,
@@ -121,8 +123,8 @@ def contradictions(record: RequestRecord) -> list[str]:
             found.append("steps is less than num_spec_steps")
     if own is not None and any(
         accepted > drafted
-        for accepted, drafted in zip(
-            own.accepted_per_position, own.drafted_per_position, strict=False
+        for accepted, drafted in zip_longest(
+            own.accepted_per_position, own.drafted_per_position, fillvalue=0
         )
     ):
         found.append("more accepted than drafted at a position")

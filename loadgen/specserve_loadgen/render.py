@@ -14,16 +14,16 @@ MISSING = "-"
 
 def render(report: Report) -> str:
     """All sections, separated by blank lines, without a trailing newline."""
-    sections = [
-        _head(report),
-        _latency(report),
-        _throughput(report.throughput),
-        _speculation(report.acceptance),
-        _categories(report),
-        _cross_check(report),
-        _errors(report),
-        _notes(report),
-    ]
+    sections = [_head(report)]
+    if report.num_succeeded:  # otherwise there is nothing to measure, and nothing that agrees
+        sections += [
+            _latency(report),
+            _throughput(report.throughput),
+            _speculation(report.acceptance),
+            _categories(report),
+            _cross_check(report),
+        ]
+    sections += [_errors(report), _notes(report)]
     return "\n\n".join(section for section in sections if section)
 
 
@@ -133,12 +133,13 @@ def _speculation(pooled: Acceptance) -> str:
         names = ", ".join(f"{name} ({count} requests)" for name, count in pooled.drafters.items())
         parts.append(f"drafters: {names}")
     if pooled.drafted_per_position:
-        positions = range(1, len(pooled.drafted_per_position) + 1)
+        num_positions = len(pooled.drafted_per_position)
+        rates = pooled.acceptance_rate_per_position[:num_positions]
         parts.append(
             table(
                 [
-                    ["by position", *map(str, positions)],
-                    ["acceptance rate", *map(_share, pooled.acceptance_rate_per_position)],
+                    ["by position", *map(str, range(1, num_positions + 1))],
+                    ["acceptance rate", *map(_share, rates)],
                     ["drafted", *map(str, pooled.drafted_per_position)],
                 ]
             )
