@@ -1,0 +1,85 @@
+"""Drafters that know the right continuation: always right, never right, or right at given rates.
+
+They measure everything around a drafter with acceptance as the input instead of the outcome.
+Their truth is a recorded output, so they are composed in tests and studies, not on a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from specserve.drafting import NO_DRAFT, Draft, DraftRow, chain
+from specserve.errors import ConfigError
+from specserve.noise import Noise, Purpose
+from specserve_drafts.resources import DrafterResources, Truth, need_truth, refuse_argument
+from specserve_drafts.scripted import wants_guesses
+
+
+class KnowingDrafter:
+    """Guess i of a step equals the truth with probability rates[i] (the last rate holds on).
+
+    The rates are conditional on all guesses before it being right, as acceptance is. Whether a
+    guess is right depends on (request seed, position) alone, so runs repeat exactly.
+    """
+
+    keeps_kv = False
+
+    def __init__(self, name: str, truth: Truth, rates: Seq[float], vocab_size: int) -> None:
+        self.name = name
+        self._truth = truth
+        self._rates = tuple(rates)
+        self._vocab_size = vocab_size
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        noise = Noise()
+        return [self._guess(row, noise) if wants_guesses(row) else NO_DRAFT for row in rows]
+
+    def _guess(self, row: DraftRow, noise: Noise) -> Draft:
+        output = self._truth(row.request)
+        if output is None:
+            return NO_DRAFT
+        start = len(row.history) - len(row.request.prompt_ids)
+        guesses = []
+        for idx, right in enumerate(output[start : start + row.max_tokens]):
+            rate = self._rates[min(idx, len(self._rates) - 1)]
+            position = len(row.history) + idx
+            u = noise.uniform(row.request.seed, position, Purpose.DRAFT, 1)[0]
+            guesses.append(right if u < rate else (right + 1) % self._vocab_size)
+        return chain(guesses)
+
+    def observe(self, seq_id: int, token_ids: Seq[int], num_accepted: int) -> None:
+        return
+
+    def forget(self, seq_id: int) -> None:
+        return
+
+
+def make_oracle(resources: DrafterResources) -> KnowingDrafter:
+    refuse_argument("oracle", resources)
+    truth = need_truth("oracle", resources)
+    return KnowingDrafter("oracle", truth, [1.0], resources.vocab_size)
+
+
+def make_anti(resources: DrafterResources) -> KnowingDrafter:
+    refuse_argument("anti", resources)
+    truth = need_truth("anti", resources)
+    return KnowingDrafter("anti", truth, [0.0], resources.vocab_size)
+
+
+def make_synthetic(resources: DrafterResources) -> KnowingDrafter:
+    rates = _parse_rates(resources.argument)
+    truth = need_truth("synthetic", resources)
+    return KnowingDrafter("synthetic", truth, rates, resources.vocab_size)
+
+
+def _parse_rates(argument: str | None) -> list[float]:
+    try:
+        rates = [float(part) for part in (argument or "").split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(0 <= rate <= 1 for rate in rates):
+        raise ConfigError(
+            f"drafter 'synthetic' needs acceptance rates from 0 to 1, but got {argument!r}: write "
+            "for example synthetic:0.8,0.6"
+        )
+    return rates
