@@ -12,7 +12,7 @@ from typing import Any  # JSON documents
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specserve.demo import pull_demo
+from specserve.demo import Progress, pull_demo
 from specserve.errors import ModelError
 from specserve.files import read_json
 from specserve.gguf_import import cached_conversion
@@ -24,13 +24,14 @@ INDEX = "model.safetensors.index.json"
 HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model", "*.tiktoken", "merges.txt"]
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(name: str, progress: Progress | None = None) -> Path:
     """The local directory of a model: `demo`, a directory, a .gguf file, or a hub id `owner/name`.
 
-    Fetches and converts what is not yet in the cache. ModelError says what to do otherwise.
+    Fetches and converts what is not yet in the cache; `progress` is called with a line of text
+    per stage of the demo model's pull. ModelError says what to do otherwise.
     """
     if name == DEMO:
-        return pull_demo()
+        return pull_demo(progress)
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -193,7 +193,7 @@ def test_the_demo_model_answers_in_english(
     output = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        max_new_tokens=16,
+        max_new_tokens=8,
         do_sample=False,
         pad_token_id=2,
     )

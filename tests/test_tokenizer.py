@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -17,11 +16,12 @@ import regex
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models
 
 from specserve.errors import ModelError, RequestError
 from specserve.gguf_tokenizer import build_tokenizer
-from specserve.tokenizer import Tokenizer, check_same_vocabulary
+from specserve.tokenizer import Tokenizer
+from tests.small_tokenizers import saved, words
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "tokenizer_golden.json").read_text())
 TEXTS: list[str] = GOLDEN["texts"]
@@ -73,22 +73,6 @@ def _from_metadata(metadata: dict[str, Any], directory: Path) -> Tokenizer:
     backend.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return Tokenizer.load(directory)
-
-
-def _saved(backend: tokenizers.Tokenizer, directory: Path, **config: Any) -> Tokenizer:
-    directory.mkdir(exist_ok=True)
-    backend.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return Tokenizer.load(directory)
-
-
-def _words(*tokens: str) -> tokenizers.Tokenizer:
-    """A vocabulary of whole words."""
-    backend = tokenizers.Tokenizer(
-        models.WordLevel({t: i for i, t in enumerate(tokens)}, tokens[0])
-    )
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return backend
 
 
 # Ids
@@ -294,8 +278,8 @@ def test_sentencepiece_streams_give_the_text_back(text: str, sentencepiece: Toke
 
 
 def test_word_tokenizers_stream_with_spaces_between(tmp_path: Path) -> None:
-    backend = _words("?", "one", "two", "three", "four", "five", "six", "seven")
-    tokenizer = _saved(backend, tmp_path)
+    backend = words("?", "one", "two", "three", "four", "five", "six", "seven")
+    tokenizer = saved(backend, tmp_path)
     ids = [1, 2, 3, 4, 5, 6, 7, 1, 2]
     stream = tokenizer.stream_decoder()
     deltas = [stream.push(token_id) for token_id in ids]
@@ -309,52 +293,8 @@ def test_word_pieces_join_in_a_stream(tmp_path: Path) -> None:
         models.WordPiece({t: i for i, t in enumerate(tokens)}, unk_token="?")
     )
     backend.decoder = decoders.WordPiece()
-    tokenizer = _saved(backend, tmp_path)
+    tokenizer = saved(backend, tmp_path)
     assert tokenizer.decode([1, 2, 4, 5, 3, 1, 3]) == "playing the pianos plays"
-
-
-# What a server asks of a tokenizer
-
-
-@pytest.mark.demo
-def test_the_demo_tokenizer_knows_its_ends(demo: Tokenizer) -> None:
-    assert demo.vocab_size == len(demo.vocab()) == 49152
-    assert demo.eos_ids == {2}
-    assert demo.bos_id == 1
-    assert demo.chat_template is not None
-    assert "SmolLM" in demo.chat_template
-
-
-def test_ends_are_collected_from_every_file(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
-    eos = {"content": "four", "lstrip": False}
-    tokenizer = _saved(_words("?", "one", "two", "three", "four"), tmp_path, eos_token=eos)
-    assert tokenizer.eos_ids == {1, 2, 3, 4}
-
-
-def test_a_template_file_wins_and_named_templates_have_a_default(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    assert _saved(_words("?"), tmp_path, chat_template=named).chat_template == "D"
-    (tmp_path / "chat_template.jinja").write_text("F")
-    assert Tokenizer.load(tmp_path).chat_template == "F"
-
-
-def test_a_damaged_tokenizer_file_is_a_model_error(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE"')
-    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
-        Tokenizer.load(tmp_path)
-
-
-@pytest.mark.demo
-def test_truncation_left_in_a_tokenizer_file_is_ignored(
-    demo_model_dir: Path, tmp_path: Path, demo: Tokenizer
-) -> None:
-    backend = tokenizers.Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
-    backend.enable_truncation(4)
-    backend.enable_padding(length=8)
-    text = "one two three four five six"
-    assert _saved(backend, tmp_path).encode(text) == demo.encode(text)
 
 
 @pytest.mark.demo
@@ -370,15 +310,6 @@ def test_a_directory_with_only_vocabulary_and_merges_loads_too(
     text = TEXTS[0]
     assert tokenizer.encode(text, add_special_tokens=False) == GOLDEN["pre_tokenizers"]["gpt-2"][0]
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-@pytest.mark.demo
-def test_a_directory_without_any_tokenizer_is_a_model_error(
-    demo_model_dir: Path, tmp_path: Path
-) -> None:
-    shutil.copy(demo_model_dir / "config.json", tmp_path)
-    with pytest.raises(ModelError, match="tokenizer"):
-        Tokenizer.load(tmp_path)
 
 
 @pytest.mark.demo
@@ -411,33 +342,3 @@ def test_encoding_a_long_text_lets_other_threads_run(demo: Tokenizer) -> None:
     done.set()
     other.join()
     assert during > 10  # a call that holds the interpreter lets one or two through
-
-
-# Two models, one vocabulary
-
-
-@pytest.mark.demo
-def test_a_vocabulary_is_the_same_as_itself(demo: Tokenizer, demo_model_dir: Path) -> None:
-    check_same_vocabulary(demo, Tokenizer.load(demo_model_dir))
-
-
-def test_a_few_more_added_tokens_are_allowed_either_way(tmp_path: Path) -> None:
-    small = _saved(_words("?", "a", "b"), tmp_path / "s")
-    large = _saved(_words("?", "a", "b", "c", "d"), tmp_path / "l")
-    check_same_vocabulary(small, large)
-    check_same_vocabulary(large, small)
-
-
-def test_the_first_id_that_differs_is_named(tmp_path: Path) -> None:
-    target = _saved(_words("?", "a", "b", "c"), tmp_path / "t")
-    draft = _saved(_words("?", "a", "x", "y"), tmp_path / "d")
-    with pytest.raises(ModelError, match=r"id 2 is 'b' in the target .* and 'x' in the draft"):
-        check_same_vocabulary(target, draft)
-
-
-def test_a_much_smaller_draft_vocabulary_is_refused(tmp_path: Path) -> None:
-    words = [f"w{idx}" for idx in range(1000)]
-    target = _saved(_words(*words), tmp_path / "t")
-    draft = _saved(_words(*words[:100]), tmp_path / "d")
-    with pytest.raises(ModelError, match="has 100 tokens and the target's 1000"):
-        check_same_vocabulary(target, draft)
