@@ -176,17 +176,9 @@ def test_the_demo_model_is_smollm2(demo_model_dir: Path) -> None:
 
 
 @pytest.mark.demo
-@pytest.mark.parametrize(
-    ("question", "answer"),
-    [
-        ("What is the capital of France?", "The capital of France is Paris."),
-        ("What color is the sky on a clear day?", "The sky on a clear day is"),
-    ],
-)
-def test_the_demo_model_answers_in_english(
-    question: str, answer: str, demo_model_dir: Path
-) -> None:
+def test_the_demo_model_answers_in_english(demo_model_dir: Path) -> None:
     """Wrongly permuted or misnamed weights would give noise."""
+    question, answer = "What is the capital of France?", "The capital of France is Paris."
     tokenizer = Tokenizer.load(demo_model_dir)
     model = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32).eval()
     prompt = torch.tensor([render_chat(tokenizer, [{"role": "user", "content": question}])])
