@@ -141,7 +141,7 @@ def recover(log_p: F64, q: F64, *, seed: int, position: int, noise: Noise) -> in
 
     log_p, q: [V]. The race needs no normalisation; where nothing is left p itself is drawn from
     """
-    log_q = np.log(q, out=np.full_like(q, -np.inf), where=q > 0)
+    log_q = np.log(q, out=np.full_like(q, -np.inf), where=q > 0)  # NaN counts as 0
     more = log_p > log_q
     residual = np.full_like(log_p, -np.inf)
     with np.errstate(divide="ignore"):  # equal up to rounding: nothing is left
@@ -170,7 +170,6 @@ def _draft_probs(draft: Draft, idx: int, vocab_size: int) -> F64:
     if draft.probs is not None:
         given = draft.probs[idx].to(torch.float64).cpu().numpy()[:vocab_size]
         q[: len(given)] = given
-        q[~(q > 0)] = 0  # NaN too
         if not in_range or q[token_id] > 0:
             return q
         q[:] = 0

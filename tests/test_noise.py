@@ -129,3 +129,19 @@ def test_a_token_of_weight_minus_infinity_never_wins() -> None:
     weights = np.full(5000, -np.inf, dtype=np.float32)
     weights[17] = -1e30
     assert race(weights, seed=0, position=0, purpose=Purpose.TARGET) == 17
+
+
+def test_a_token_far_behind_wins_by_noise_from_the_tail() -> None:
+    num_tokens, tried = 49_152, 0
+    for position in range(40):
+        noise = gumbel(2, position, Purpose.TARGET, num_tokens)
+        lucky = int(noise.argmax())
+        if noise[lucky] < 12 or lucky == 0:
+            continue
+        lead = noise[lucky] - noise[0]  # by this much the best token's noise is smaller
+        for behind, winner in ((lead - 0.01, lucky), (lead + 0.01, 0)):
+            weights = np.full(num_tokens, -np.inf, dtype=np.float32)
+            weights[0], weights[lucky] = 5.0, 5.0 - behind
+            assert race(weights, seed=2, position=position, purpose=Purpose.TARGET) == winner
+        tried += 1
+    assert tried > 5

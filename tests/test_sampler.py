@@ -1,6 +1,6 @@
 """One pipeline: vLLM's definitions, one order, ties to the lowest id, rows that never interact.
 
-Run as a script it prints what choosing costs: `python tests/test_sampler.py`.
+Run as a script it prints what choosing costs: `python -m tests.test_sampler`.
 """
 
 from __future__ import annotations
@@ -381,7 +381,7 @@ def main() -> None:
         {"top_p": 0.95},
     ]
     for spread, options in itertools.product((3.0, 4.0), cases):
-        logits = torch.randn(16, vocab_size, generator=torch.Generator().manual_seed(0)) * spread
+        logits = random_logits(16, vocab_size, spread=spread)
         rows = [LogitsRow(a_sampling_request(seed=s, **options), (1, 2, 3)) for s in range(16)]
         seconds = []
         for _ in range(20):

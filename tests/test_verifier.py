@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from torch import Tensor
 
 from specserve.drafting import NO_DRAFT, Draft, chain
@@ -20,6 +21,7 @@ from specserve.types import Request
 from specserve.verifier import (
     Verdict,
     node_rows,
+    recover,
     verify,
     verify_rejection,
     verify_replay,
@@ -243,6 +245,17 @@ def test_a_recovered_token_is_never_one_that_the_draft_overrates() -> None:
     assert recovered == {2, 3}
 
 
+@pytest.mark.parametrize("excess", [0.0, 1e-10])
+def test_where_nothing_but_rounding_is_left_the_recovered_token_comes_from_p(
+    excess: float,
+) -> None:
+    p = np.array([0.5, 0.25, 0.125, 0.125])
+    q = p * (1 + np.array([excess, excess, 0.0, -excess]))
+    noise = Noise()
+    draws = [recover(np.log(p), q, seed=seed, position=3, noise=noise) for seed in range(4000)]
+    assert stats.chisquare(np.bincount(draws, minlength=4), p * 4000).pvalue > 0.001
+
+
 def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     logits = random_logits(2, V)
     for seed in range(200):
@@ -258,6 +271,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     [
         pytest.param([0.0, 1.0, 0.0, 0.0], id="its own guess called impossible"),
         pytest.param([math.nan] * 4, id="NaN"),
+        pytest.param([1.0, math.nan, -3.0, math.nan], id="NaN elsewhere"),
         pytest.param([-1.0, 2.0, 0.0, 0.0], id="negative"),
         pytest.param(None, id="none given"),
     ],

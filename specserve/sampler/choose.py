@@ -2,7 +2,8 @@
 
 Greedy is one argmax. A filter looks only at tokens near the best logit, widening until it has seen
 enough; the draw computes noise only for tokens that can still win (noise.race). 16 rows of
-V = 49,152 at T = 1 take 3-4 ms on one core (tests/test_sampler.py prints it when run as a script).
+V = 49,152 take 0.14 ms greedy, 3.8 ms at T = 1, 2.9 ms at T = 0.7, 7.5 ms with top-p 0.95 (one x86
+core, logits of spread 4; `python -m tests.test_sampler` measures it).
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def _top_p_ids(weights: Floats, top_p: float, ids: Ids | None) -> Ids:
     """Ascending ids of the nucleus of [V] weights, restricted to `ids` if given."""
     if ids is None:
         total = mass(weights)
-        enough = top_p * total * (1 + 1e-6)  # sure to hold the nucleus whatever the rounding
+        # A little more than the nucleus, so that rounding cannot leave any of it out.
+        enough = top_p * total * (1 + 1e-6)
         ids = next(
             ids
             for ids in _near_best(weights)
