@@ -163,8 +163,10 @@ def _attend(
     """
     if tiles.shape[0] * tiles.shape[2] == 1:
         # A lone (item, head) would run outside the parallel region, where the GEMM may split.
-        pair = (t.expand(2, -1, -1, -1) for t in (tiles, keys, values, mask))
-        part, weight = _attend(*pair, scale)
+        tiles, keys, values, mask = (
+            tensor.expand(2, -1, -1, -1) for tensor in (tiles, keys, values, mask)
+        )
+        part, weight = _attend(tiles, keys, values, mask, scale)
         return part[:1], weight[:1]
     part, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         tiles.transpose(1, 2),

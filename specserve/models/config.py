@@ -61,7 +61,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_model_config(document: Mapping[str, Any]) -> ModelConfig:
-    """document: config.json. ModelError names the field and value that is missing or unsupported."""
+    """document: config.json. ModelError names the field that is missing or unsupported."""
     family = _family(document)
     num_heads = _positive_int(document, "num_attention_heads")
     hidden_size = _positive_int(document, "hidden_size")

@@ -22,7 +22,7 @@ from torch import Tensor
 from specserve.errors import ModelError
 from specserve.kv_cache import KVCache, kv_bytes_per_token
 from specserve.models.config import ModelConfig
-from specserve.models.linear import CANDIDATE_ROWS, RowInvariantLinear, measure_call_sizes
+from specserve.models.linear import CANDIDATE_ROWS, RowInvariantLinear
 from specserve.models.rope import cos_sin, inverse_frequencies, rotate
 from specserve_kernels.interface import AttentionPlan, Backend, PagedBatch
 
@@ -93,10 +93,8 @@ class Decoder:
         taker.refuse_leftovers()
         self._inv_freq, self._rope_factor = inverse_frequencies(config.rope, config.head_dim)
         first = self._layers[0]
-        self._linear = RowInvariantLinear(
-            measure_call_sizes([first.qkv, first.out, first.gate_up, first.down])
-        )
-        self._head_linear = RowInvariantLinear(measure_call_sizes([self._head], _HEAD_ROWS))
+        self._linear = RowInvariantLinear([first.qkv, first.out, first.gate_up, first.down])
+        self._head_linear = RowInvariantLinear([self._head], _HEAD_ROWS)
 
     @property
     def call_sizes(self) -> tuple[int, ...]:
@@ -166,7 +164,7 @@ class Decoder:
         qkv = qkv.view(num_rows, num_heads + 2 * num_kv_heads, config.head_dim)
         query_key = qkv[:, : num_heads + num_kv_heads]  # [T', N+G, H]
         if layer.qk_norm is not None:
-            query, key = query_key.split((num_heads, num_kv_heads), dim=1)
+            query, key = torch.split(query_key, (num_heads, num_kv_heads), dim=1)
             query_key = torch.cat(
                 [self._norm(query, layer.qk_norm[0]), self._norm(key, layer.qk_norm[1])], dim=1
             )

@@ -3,8 +3,9 @@
 A GEMM library picks its code path by the number of rows, and paths round differently: a row's bits
 would depend on how many others share its step. So GEMMs are called only with row counts that were
 seen, at start and on the loaded weights, to agree bit for bit with `BASE_ROWS`; other counts are
-padded up. Which counts agree is a property of the library and the machine (fp32 here: multiples of
-4; bf16: all; with AMX other classes), so nothing is assumed, and where none agrees the base is left.
+padded up. Which counts agree is a property of library, machine and number of threads (AVX2 fp32:
+multiples of 4; bf16: all; with AMX other classes), so nothing is assumed, and where no count agrees
+the base is left.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def _agreeing(weight: Tensor, candidates: Seq[int]) -> list[int]:
     for seed in _SEEDS:
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(num_rows, weight.shape[1], generator=generator).to(weight.dtype)
-        base = torch.cat([F.linear(part, weight) for part in x.split(BASE_ROWS)])
+        base = torch.cat([F.linear(part, weight) for part in torch.split(x, BASE_ROWS)])
         for rows in within:
             covered = max(rows, BASE_ROWS // rows * rows)
-            parts = [F.linear(part, weight) for part in x[:covered].split(rows)]
+            parts = [F.linear(part, weight) for part in torch.split(x[:covered], rows)]
             if not torch.equal(torch.cat(parts), base[:covered]):
                 agreeing.discard(rows)
     return sorted(agreeing | {BASE_ROWS})
@@ -65,18 +66,31 @@ def _agreeing(weight: Tensor, candidates: Seq[int]) -> list[int]:
 class RowInvariantLinear:
     """x @ weight.T whose rows depend on nothing but themselves.
 
-    call_sizes: from `measure_call_sizes`, ascending
+    weights: [out, in] each, all it will be called with, or one of each distinct shape
+    Measures at once for the number of threads in force, and again when that has changed.
     """
 
-    def __init__(self, call_sizes: Seq[int]) -> None:
-        self.call_sizes = tuple(call_sizes)
+    def __init__(self, weights: Seq[Tensor], candidates: Seq[int] = CANDIDATE_ROWS) -> None:
+        self._weights = list(weights)
+        self._candidates = tuple(candidates)
+        self._sizes_by_threads: dict[int, tuple[int, ...]] = {}
+        _ = self.call_sizes
+
+    @property
+    def call_sizes(self) -> tuple[int, ...]:
+        """Rows per GEMM call, ascending: they agree bit for bit with one another."""
+        threads = torch.get_num_threads()
+        if threads not in self._sizes_by_threads:
+            measured = measure_call_sizes(self._weights, self._candidates)
+            self._sizes_by_threads[threads] = measured
+        return self._sizes_by_threads[threads]
 
     def padded(self, num_rows: int) -> int:
         """The least number of rows >= num_rows that calls of allowed sizes cover exactly."""
-        largest = self.call_sizes[-1]
-        whole = num_rows // largest * largest
+        sizes = self.call_sizes
+        whole = num_rows // sizes[-1] * sizes[-1]
         rest = num_rows - whole
-        return whole + (next(s for s in self.call_sizes if s >= rest) if rest else 0)
+        return whole + (next(size for size in sizes if size >= rest) if rest else 0)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [M, in], weight [out, in], bias [out] -> [M, out]. M needs no padding, but gains."""
@@ -88,7 +102,7 @@ class RowInvariantLinear:
         if padded <= largest:
             out = F.linear(x, weight)
         else:
-            out = torch.cat([F.linear(part, weight) for part in x.split(largest)])
+            out = torch.cat([F.linear(part, weight) for part in torch.split(x, largest)])
         if bias is not None:
             out = out + bias  # apart: a GEMM that starts from the bias is another code path
         return out[:num_rows]
