@@ -87,6 +87,8 @@ def make_requests(
             param="cache_salt",
         )
     max_tokens = _resolve_max_tokens(params.max_tokens, len(prompt_ids), limits)
+    # Resolved first, so that a minimum beyond the room that is left is refused too.
+    _check_int("min_tokens", params.min_tokens, 0, max_tokens)
     drafter, num_draft_tokens, verify = _resolve_speculation(speculation or Speculation(), limits)
     seed = secrets.randbits(63) if params.seed is None else params.seed
     stop_ids = frozenset(params.stop_token_ids)

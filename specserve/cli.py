@@ -86,7 +86,7 @@ def _serve(namespace: argparse.Namespace) -> int:
 def _pull(namespace: argparse.Namespace) -> int:
     from specserve.weights import resolve_model
 
-    print(resolve_model(namespace.model))
+    print(resolve_model(namespace.model, lambda line: print(line, file=sys.stderr)))
     return 0
 
 

@@ -104,7 +104,7 @@ def choose_dtype(asked: str) -> str:
 
 
 def load_model(name: str, dtype: str, backend: str, say: Say) -> LoadedModel:
-    path = resolve_model(name)
+    path = resolve_model(name, say)
     say(f"loading {name} from {path} as {dtype}")
     decoder = Decoder(
         parse_model_config(read_config(path)),

@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from specserve.demo import pull_demo
-from specserve.errors import ModelError
+# Helpers assert too; rewritten asserts also hold under `python -O`.
+pytest.register_assert_rewrite(
+    *(f"tests.{name}" for name in ("build", "engines", "http_server", "otlp_receiver")),
+    *(f"tests.{name}" for name in ("raw_http", "trace_reading")),
+)
+
+from specserve.demo import pull_demo  # noqa: E402 (after the registration above)
+from specserve.errors import ModelError  # noqa: E402
 
 
 @pytest.fixture(scope="session")

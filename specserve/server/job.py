@@ -15,7 +15,7 @@ from specserve.admission import make_requests
 from specserve.engine import Engine
 from specserve.errors import RequestError
 from specserve.server.middleware import valid_request_id
-from specserve.server.params import check_min_tokens, speculation
+from specserve.server.params import speculation
 from specserve.server.replies import Usage
 from specserve.server.state import CONTEXT, STATE
 from specserve.server.tally import Tally
@@ -104,7 +104,7 @@ def _requests(
 ) -> list[Request]:
     context = request[CONTEXT]
     limits = request.app[STATE].engine.limits
-    made = [
+    return [
         one
         for i, prompt_ids in enumerate(prompts)
         for one in make_requests(
@@ -118,9 +118,6 @@ def _requests(
             traceparent=context.span.traceparent,
         )
     ]
-    for one in made:
-        check_min_tokens(params.min_tokens, one.max_tokens)
-    return made
 
 
 def _with_default(params: SamplingParams, default: int | None, room: int) -> SamplingParams:

@@ -106,15 +106,6 @@ def check_parallel(num_prompts: int, n: int) -> None:
         )
 
 
-def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
-    """max_tokens: resolved, so that a minimum beyond the room that is left is refused too."""
-    if not 0 <= min_tokens <= max_tokens:
-        raise RequestError(
-            f"min_tokens is {min_tokens}, it must be from 0 to max_tokens, here {max_tokens}",
-            param="min_tokens",
-        )
-
-
 def completion_params(body: CompletionBody) -> SamplingParams:
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_COMPLETION_LOGPROBS:
         raise RequestError(
