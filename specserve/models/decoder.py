@@ -164,7 +164,7 @@ class Decoder:
         qkv = qkv.view(num_rows, num_heads + 2 * num_kv_heads, config.head_dim)
         query_key = qkv[:, : num_heads + num_kv_heads]  # [T', N+G, H]
         if layer.qk_norm is not None:
-            query, key = torch.split(query_key, (num_heads, num_kv_heads), dim=1)
+            query, key = torch.split(query_key, [num_heads, num_kv_heads], dim=1)
             query_key = torch.cat(
                 [self._norm(query, layer.qk_norm[0]), self._norm(key, layer.qk_norm[1])], dim=1
             )
