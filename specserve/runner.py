@@ -18,6 +18,7 @@ from torch import Tensor
 from specserve.drafting import NO_DRAFT, Draft, Drafter, DraftRow
 from specserve.kv_cache import KVCache
 from specserve.models.interface import CausalLM
+from specserve.noise import Noise
 from specserve.sampler import RowError, logprobs
 from specserve.types import BatchPlan, RowPlan, RowResult, StepResult, StepTimings, TokenLogprobs
 from specserve.verifier import verify
@@ -188,22 +189,30 @@ class ModelRunner:
         self, rows: Seq[RowPlan], drafts: Seq[Draft], num_logits: Seq[int], logits: Tensor
     ) -> list[RowResult]:
         results = []
+        noise = Noise()  # scratch space, shared by the step's rows
         offset = 0
         for row, draft, count in zip(rows, drafts, num_logits, strict=True):
             mine = logits[offset : offset + count]
             offset += count
             try:
-                results.append(self._row_result(row, draft, mine))
+                results.append(self._row_result(row, draft, mine, noise))
             except RowError as error:  # this row's own fault: its request fails alone
                 results.append(RowResult(seq_id=row.seq_id, error=str(error)))
         return results
 
-    def _row_result(self, row: RowPlan, draft: Draft, logits: Tensor) -> RowResult:
+    def _row_result(self, row: RowPlan, draft: Draft, logits: Tensor, noise: Noise) -> RowResult:
         """logits: [1 + len(draft), V] of this row, or [0, V] of a chunk that does not sample."""
         drafter_name = row.request.drafter
         if not row.samples:
             return RowResult(seq_id=row.seq_id, draft_kv_len=draft.kv_len, drafter=drafter_name)
-        verdict = verify(row.request, row.history, draft, logits, vocab_size=self._vocab_size)
+        verdict = verify(
+            row.request,
+            row.history,
+            draft,
+            logits,
+            vocab_size=self._vocab_size,
+            noise=noise,
+        )
         num_accepted = len(verdict.path)
         self._compact(row, verdict.path)
         if draft.token_ids:

@@ -9,7 +9,7 @@ text, a little more accepted. Without guesses both are the same draw with the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 import msgspec
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specserve.drafting import Draft
 from specserve.noise import F64, Floats, Noise, Purpose, race
-from specserve.sampler import LogitsRow, RowError, as_rows, choose, choose_row, process_row
+from specserve.sampler import LogitsRow, RowError, as_rows, choose_row, process_row
 from specserve.types import Request
 
 # p and q differ by rounding only when this little is left; a rejection then was rounding too.
@@ -46,17 +46,26 @@ def node_rows(request: Request, history: Seq[int], draft: Draft) -> list[LogitsR
 
 
 def verify(
-    request: Request, history: Seq[int], draft: Draft, logits: Tensor, *, vocab_size: int
+    request: Request,
+    history: Seq[int],
+    draft: Draft,
+    logits: Tensor,
+    *,
+    vocab_size: int,
+    noise: Noise | None = None,
 ) -> Verdict:
     """Verify one sequence's guesses by its request's rule.
 
     logits: [K+1, V] of the target at the last known token and at each guess
+    noise:  scratch space that the rows of a step may share
     raises: RowError if a row that is needed has nothing to choose, or rejection is asked of a tree
     """
     if request.verify == "rejection":
         return verify_rejection(request, history, draft, logits, vocab_size=vocab_size)
-    rows = node_rows(request, history, draft)
-    return verify_replay(choose(logits, rows, vocab_size=vocab_size), draft)
+    rows, plain = node_rows(request, history, draft), as_rows(logits, vocab_size)
+    scratch = noise or Noise()
+    # Only rows that the walk arrives at are chosen for: after a wrong guess the rest costs nothing.
+    return _walk(lambda idx: choose_row(plain[idx], rows[idx], noise=scratch), draft)
 
 
 def verify_replay(choices: Seq[int | RowError], draft: Draft) -> Verdict:
@@ -65,14 +74,19 @@ def verify_replay(choices: Seq[int | RowError], draft: Draft) -> Verdict:
     choices: K+1 target tokens, the root's first, then each node's. An error is raised only when
              the walk arrives at it: what a wrong guess leads to never matters
     """
+    return _walk(lambda idx: _token(choices[idx]), draft)
+
+
+def _walk(choice_at: Callable[[int], int], draft: Draft) -> Verdict:
+    """choice_at: the target's token after the root (0) or after node i (i + 1)."""
     node, path = -1, []
-    emitted = [_token(choices[0])]
+    emitted = [choice_at(0)]
     # Parents come before children, so one pass meets every node after its parent.
     for idx, (token_id, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
         if parent == node and token_id == emitted[-1]:
             node = idx
             path.append(idx)
-            emitted.append(_token(choices[idx + 1]))
+            emitted.append(choice_at(idx + 1))
     return Verdict(token_ids=tuple(emitted), path=tuple(path))
 
 
