@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from specserve.config import EngineConfig
 from specserve.drafting import Drafter
 from specserve.engine import Engine
 from specserve.errors import ConfigError
-from specserve.memory import GIB, MemoryReport, physical_memory, plan_memory
+from specserve.memory import GIB, MemoryReport, growth_while, physical_memory, plan_memory
 from specserve.models.config import parse_model_config
 from specserve.models.decoder import Decoder
 from specserve.options import EngineOptions
@@ -172,7 +170,7 @@ def _plan_blocks(
 
 
 def measure_activation(model: Decoder, num_tokens: int) -> int:
-    """Bytes by which the process's peak grows while one full step runs; warms the kernels up."""
+    """Bytes by which the process grows while one full step runs; warms the kernels up, too."""
     block_size = 16
     num_blocks = -(-num_tokens // block_size)
     cache = model.new_kv_cache(num_blocks, block_size)
@@ -184,15 +182,12 @@ def measure_activation(model: Decoder, num_tokens: int) -> int:
         parents=(None,),
         block_size=block_size,
     )
-    before = _peak_bytes()
-    with torch.inference_mode():
-        model.forward(ids, torch.arange(num_tokens), batch, cache, [num_tokens - 1])
-    return _peak_bytes() - before
 
+    def step() -> None:
+        with torch.inference_mode():
+            model.forward(ids, torch.arange(num_tokens), batch, cache, [num_tokens - 1])
 
-def _peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return growth_while(step)
 
 
 def _engine_config(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence as Seq
 
 import msgspec
 
@@ -147,6 +148,7 @@ class LiveRequest:
         if self._waiting_since is not None:
             queue.append(QueuePeriod(self._waiting_since, now, self.seq.wait_reason))
         stats = self._stats()
+        num_positions = max(self._per_step_drafted, default=0)
         return RequestRecord(
             request_id=self.request.request_id,
             traceparent=self.request.traceparent,
@@ -168,8 +170,8 @@ class LiveRequest:
             num_accepted_draft_tokens=stats.num_accepted_draft_tokens,
             num_spec_emitted_tokens=stats.num_spec_emitted_tokens,
             num_steps=stats.num_steps,
-            drafted_per_position=at_each_position(self._per_step_drafted),
-            accepted_per_position=at_each_position(self._per_step_accepted),
+            drafted_per_position=at_each_position(self._per_step_drafted, num_positions),
+            accepted_per_position=at_each_position(self._per_step_accepted, num_positions),
             inter_token_seconds=tuple(self._inter_token),
             error=error,
         )
@@ -196,7 +198,6 @@ class LiveRequest:
         return f"{version}-{trace_id}-{self.decode_span_id}-{flags}"
 
 
-def at_each_position(per_step: list[int]) -> tuple[int, ...]:
-    """How many steps reached each position: [3, 1] -> (2, 1, 1)."""
-    longest = max(per_step, default=0)
-    return tuple(sum(1 for count in per_step if count > at) for at in range(longest))
+def at_each_position(per_step: Seq[int], num_positions: int) -> tuple[int, ...]:
+    """How many steps reached each of num_positions: [3, 1], 4 -> (2, 1, 1, 0)."""
+    return tuple(sum(1 for count in per_step if count > at) for at in range(num_positions))

@@ -5,7 +5,13 @@ blocks = (memory budget - weights - peak activation) / (S x sum over models of b
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -49,6 +55,36 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
 def physical_memory() -> int:
     """Bytes of main memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def growth_while(work: Callable[[], None]) -> int:
+    """Bytes by which the process's resident memory peaks above what it held before `work`.
+
+    Linux lets the peak be reset; elsewhere only growth beyond the highest peak so far is seen.
+    """
+    status = Path("/proc/self/status")
+    if not status.exists():
+        before = _peak_so_far()
+        work()
+        return _peak_so_far() - before
+    # Freed memory that the allocator kept would hide what the step needs of it.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
+    if trim is not None:
+        trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak
+    before = _kilobytes(status, "VmRSS")
+    work()
+    return max(0, _kilobytes(status, "VmHWM") - before) * 1024
+
+
+def _kilobytes(status: Path, field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
+    return int(found.group(1)) if found else 0
+
+
+def _peak_so_far() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def plan_memory(

@@ -60,12 +60,15 @@ class Tally:
         chunks = [chunk for chunk in self._last if chunk is not None]
         stats = [chunk.stats for chunk in chunks if chunk.stats is not None]
         times = [chunk.times for chunk in chunks if chunk.times is not None]
+        drafted = [count for one in stats for count in one.per_step_drafted]
+        accepted = [count for one in stats for count in one.per_step_accepted]
+        num_positions = max(drafted, default=0)
         return Metrics(
             _speculative_decoding(stats, self._detailed),
             SpecserveMetrics(
                 drafters=list(dict.fromkeys(name for one in stats for name in one.drafters)),
-                drafted_per_position=_at_each_position(one.per_step_drafted for one in stats),
-                accepted_per_position=_at_each_position(one.per_step_accepted for one in stats),
+                drafted_per_position=list(at_each_position(drafted, num_positions)),
+                accepted_per_position=list(at_each_position(accepted, num_positions)),
                 queue_seconds=_longest((one.arrival, one.scheduled) for one in times),
                 prefill_seconds=_longest((one.scheduled, one.first_token) for one in times),
                 decode_seconds=_longest((one.first_token, one.finished) for one in times),
@@ -95,10 +98,6 @@ def _speculative_decoding(stats: Seq[SpecStats], detailed: bool) -> SpeculativeD
         per_step_accepted=accepted if detailed else UNSET,
         per_step_drafted=drafted if detailed else UNSET,
     )
-
-
-def _at_each_position(per_step: Iterable[Seq[int]]) -> list[int]:
-    return list(at_each_position([count for counts in per_step for count in counts]))
 
 
 def _longest(spans: Iterable[tuple[float | None, float | None]]) -> float | None:
