@@ -29,6 +29,16 @@ from specserve_observability.recorder import Recorder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
+LEAST = {
+    "threads": 0,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_prefill_chunk": 1,
+    "max_waiting": 1,
+    "block_size": 1,
+    "draft_tokens": 0,
+}
+
 Say = Callable[[str], None]
 
 
@@ -61,6 +71,7 @@ def build_engine(
 
     ConfigError or ModelError say what to change.
     """
+    check_options(options)
     torch.set_num_threads(options.threads or os.cpu_count() or 1)
     dtype = choose_dtype(options.dtype)
     target = load_model(options.model, dtype, options.backend, say)
@@ -94,6 +105,32 @@ def build_engine(
     return Built(engine, target.path, memory, dtype, target.decoder.call_sizes, names)
 
 
+def check_options(options: EngineOptions) -> None:
+    """ConfigError for what can be known to be wrong before anything is loaded."""
+    for name, least in LEAST.items():
+        value = getattr(options, name)  # the names are fields of EngineOptions
+        if value < least:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} is {value}, it must be at least {least}")
+    if options.max_num_batched_tokens < options.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {options.max_num_batched_tokens}, it must be at least "
+            f"--max-num-seqs ({options.max_num_seqs}): every decoding sequence needs one token"
+        )
+    if not 0 <= options.draft_tokens <= options.max_draft_tokens:
+        raise ConfigError(
+            f"--draft-tokens is {options.draft_tokens}, it must be from 0 to --max-draft-tokens "
+            f"({options.max_draft_tokens})"
+        )
+    for name, argument in parse_drafter_spec(options.drafters):
+        if name == "draft_model" and not argument:
+            raise ConfigError("--drafters draft_model needs a model: draft_model:PATH")
+    try:
+        make_backend(options.backend)
+    except ValueError as error:
+        raise ConfigError(f"--backend: {error}") from error
+
+
 def choose_dtype(asked: str) -> str:
     """auto: bf16 where the CPU multiplies it natively, else fp32 (emulated bf16 costs per row)."""
     if asked != "auto":
@@ -121,8 +158,7 @@ def load_draft_models(
     for name, argument in parse_drafter_spec(options.drafters):
         if name != "draft_model":
             continue
-        if not argument:
-            raise ConfigError("--drafters draft_model needs a model: draft_model:PATH")
+        assert argument  # check_options
         draft = load_model(argument, dtype, options.backend, say)
         check_same_vocabulary(target.tokenizer, draft.tokenizer)
         loaded[argument] = draft.decoder
@@ -193,16 +229,6 @@ def measure_activation(model: Decoder, num_tokens: int) -> int:
 def _engine_config(
     options: EngineOptions, memory: MemoryReport, target: LoadedModel
 ) -> EngineConfig:
-    if options.max_num_batched_tokens < options.max_num_seqs:
-        raise ConfigError(
-            f"--max-num-batched-tokens is {options.max_num_batched_tokens}, it must be at least "
-            f"--max-num-seqs ({options.max_num_seqs}): every decoding sequence needs one token"
-        )
-    if not 0 <= options.draft_tokens <= options.max_draft_tokens:
-        raise ConfigError(
-            f"--draft-tokens is {options.draft_tokens}, it must be from 0 to --max-draft-tokens "
-            f"({options.max_draft_tokens})"
-        )
     longest = min(target.decoder.max_position_embeddings, memory.num_tokens)
     asked = options.max_model_len
     if asked is not None and not 1 <= asked <= longest:
