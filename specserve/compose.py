@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -50,9 +51,6 @@ class Built(msgspec.Struct, frozen=True):
     call_sizes: tuple[int, ...]
     drafter_names: tuple[str, ...]
 
-    def close(self) -> None:
-        """Nothing is held beyond the engine; kept so that callers have one ending."""
-
 
 class LoadedModel(msgspec.Struct, frozen=True):
     decoder: Decoder
@@ -72,7 +70,7 @@ def build_engine(
     ConfigError or ModelError say what to change.
     """
     check_options(options)
-    torch.set_num_threads(options.threads or os.cpu_count() or 1)
+    torch.set_num_threads(options.threads or usable_cores())
     dtype = choose_dtype(options.dtype)
     target = load_model(options.model, dtype, options.backend, say)
     say(f"GEMM call sizes that agree bit for bit here: {_ranges(target.decoder.call_sizes)}")
@@ -135,7 +133,16 @@ def choose_dtype(asked: str) -> str:
     """auto: bf16 where the CPU multiplies it natively, else fp32 (emulated bf16 costs per row)."""
     if asked != "auto":
         return asked
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call] # torch's own
+        return "fp32"
     return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, which in a container are fewer than the machine has."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def load_model(name: str, dtype: str, backend: str, say: Say) -> LoadedModel:
@@ -198,30 +205,33 @@ def _plan_blocks(
     return plan_memory(
         budget=budget,
         weights=sum(model.weight_bytes() for model in models),
-        activation=measure_activation(target.decoder, options.max_num_batched_tokens),
+        activation=sum(measure_activation(model, options) for model in models),
         kv_bytes_per_token=sum(model.kv_bytes_per_token() for model in models),
         block_size=options.block_size,
         kv_limit=int(options.kv_cache_gb * GIB),
     )
 
 
-def measure_activation(model: Decoder, num_tokens: int) -> int:
-    """Bytes by which the process grows while one full step runs; warms the kernels up, too."""
-    block_size = 16
-    num_blocks = -(-num_tokens // block_size)
-    cache = model.new_kv_cache(num_blocks, block_size)
+def measure_activation(model: Decoder, options: EngineOptions) -> int:
+    """Bytes by which the process grows in the largest possible step; warms the kernels up, too."""
+    num_tokens = options.max_num_batched_tokens
+    num_blocks = -(-num_tokens // options.block_size)
+    cache = model.new_kv_cache(num_blocks, options.block_size)
+    for tensor in (cache.keys, cache.values):
+        tensor.fill_(0)  # the pool's own memory is counted elsewhere: make it present now
     ids = torch.zeros(num_tokens, dtype=torch.int64)
     batch = PagedBatch(
         query_start_loc=(0, num_tokens),
         context_lens=(0,),
         block_tables=(tuple(range(num_blocks)),),
         parents=(None,),
-        block_size=block_size,
+        block_size=options.block_size,
     )
+    num_logits = min(num_tokens, options.max_num_seqs * (1 + options.max_draft_tokens))
 
     def step() -> None:
         with torch.inference_mode():
-            model.forward(ids, torch.arange(num_tokens), batch, cache, [num_tokens - 1])
+            model.forward(ids, torch.arange(num_tokens), batch, cache, range(num_logits))
 
     return growth_while(step)
 

@@ -67,6 +67,48 @@ def chain(token_ids: Seq[int], *, probs: Tensor | None = None, kv_len: int = 0) 
     )
 
 
+def is_chain(draft: Draft) -> bool:
+    return draft.parents == tuple(range(-1, len(draft.parents) - 1))
+
+
+def leading(draft: Draft, num_nodes: int) -> Draft:
+    """Its first nodes: parents come before children, so they are a draft, too."""
+    if num_nodes >= len(draft.token_ids):
+        return draft
+    return Draft(
+        token_ids=draft.token_ids[:num_nodes],
+        parents=draft.parents[:num_nodes],
+        probs=None if draft.probs is None else draft.probs[:num_nodes],
+        kv_len=draft.kv_len,
+    )
+
+
+def first_chain(draft: Draft) -> Draft:
+    """The path of first children: what a rule for chains can use of a tree."""
+    path: list[int] = []
+    for idx, parent in enumerate(draft.parents):
+        if parent == (path[-1] if path else -1):
+            path.append(idx)
+    probs = None if draft.probs is None else draft.probs[path]
+    return chain([draft.token_ids[idx] for idx in path], probs=probs, kv_len=draft.kv_len)
+
+
+def fault_of(draft: Draft) -> str | None:
+    """Why a draft cannot be used at all, or None."""
+    if not isinstance(draft, Draft):
+        return f"it is a {type(draft).__name__}, not a Draft"
+    if len(draft.parents) != len(draft.token_ids):
+        return f"{len(draft.token_ids)} token ids but {len(draft.parents)} parents"
+    if draft.probs is not None and len(draft.probs) != len(draft.token_ids):
+        return f"{len(draft.token_ids)} token ids but {len(draft.probs)} rows of probs"
+    for idx, (token_id, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
+        if not isinstance(token_id, int) or not isinstance(parent, int):
+            return f"guess {idx} has token id {token_id!r} and parent {parent!r}"
+        if not -1 <= parent < idx:
+            return f"guess {idx} has parent {parent}, which does not come before it"
+    return None
+
+
 class Drafter(Protocol):
     """name: as in `--drafters` and in every metric; keeps_kv: wants catch-up rows (K = 0)."""
 

@@ -172,6 +172,7 @@ class Engine:
             while not self._stopping:
                 self._apply_aborts()
                 if not self._scheduler.has_work:
+                    self._scheduler.check()  # nothing is lost: milliseconds, while nobody waits
                     self._wake.clear()
                     await self._wake.wait()
                     continue
@@ -232,7 +233,13 @@ class Engine:
             self._finish(live, [], row_result, "error", error=row_result.error)
             return None
         timings = result.timings
-        kept, stop, record = live.on_row(row, row_result, timings.draft_start, timings.end)
+        try:
+            kept, stop, record = live.on_row(row, row_result, timings.draft_start, timings.end)
+        except Exception as error:  # one request's text work must not end the others
+            self._log.exception("commit_failed", request_id=row.request.request_id)
+            why = f"its output could not be processed: {type(error).__name__}"
+            self._finish(live, [], None, "error", error=why)
+            return None
         self._scheduler.commit_row(row, kept, row_result.draft_kv_len)
         if stop is not None:
             self._finish(live, kept, row_result, stop.finish_reason, stop_reason=stop.stop_reason)

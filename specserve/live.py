@@ -72,7 +72,7 @@ class LiveRequest:
             if stop is not None:
                 break
         accepted = min(result.num_accepted, len(kept))
-        if not row.samples or row.num_tokens > 1 or self._first_token is None:
+        if row.is_prefill:
             self._prefill.append(PrefillChunk(start, end, row.num_tokens))
         if kept:
             self._count(result, kept, accepted, end)
@@ -84,6 +84,7 @@ class LiveRequest:
             result.num_draft_tokens,
             accepted,
             len(kept),
+            row.is_prefill,
         )
         return kept, stop, record
 

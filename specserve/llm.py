@@ -20,7 +20,7 @@ import msgspec
 from specserve.admission import make_requests
 from specserve.chat_template import render_chat
 from specserve.compose import build_engine
-from specserve.errors import EngineError
+from specserve.errors import ConfigError, EngineError
 from specserve.options import EngineOptions
 from specserve.stream import merge
 from specserve.types import (
@@ -64,8 +64,18 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", **options: object) -> None:
-        """options: the fields of compose.EngineOptions, as `dtype="fp32"`, `drafters="ngram"`."""
-        chosen = msgspec.convert({"model": model, **options}, EngineOptions)
+        """options: the fields of options.EngineOptions, as `dtype="fp32"`, `drafters="ngram"`.
+
+        Raises ConfigError and ModelError, which say what to change.
+        """
+        unknown = set(options) - set(EngineOptions.__struct_fields__)
+        if unknown:
+            known = ", ".join(EngineOptions.__struct_fields__)
+            raise ConfigError(f"LLM has no option {min(unknown)!r}, it has: {known}")
+        try:
+            chosen = msgspec.convert({"model": model, **options}, EngineOptions)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"an option of LLM has a wrong value: {error}") from error
         self._built = build_engine(chosen)
         self._engine = self._built.engine
         self._loop = asyncio.new_event_loop()
@@ -115,7 +125,6 @@ class LLM:
         if self._loop.is_closed():
             return
         self._run(self._engine.stop())
-        self._built.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -138,7 +147,14 @@ class LLM:
     # ---- inside --------------------------------------------------------------------------
 
     def _run(self, work: Coroutine[object, object, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        except BaseException:
+            future.cancel()  # Ctrl-C: nobody waits for it any more
+            raise
 
     def _complete(
         self,
@@ -180,15 +196,20 @@ class LLM:
         async def one(request: Request) -> TokenChunk:
             async with places:
                 whole: TokenChunk | None = None
-                async for chunk in self._engine.submit(request):
-                    whole = chunk if whole is None else merge(whole, chunk)
+                stream = self._engine.submit(request)
+                try:
+                    async for chunk in stream:
+                        whole = chunk if whole is None else merge(whole, chunk)
+                finally:
+                    stream.close()  # when another failed or the caller gave up
             assert whole is not None
             if whole.error is not None:
                 raise EngineError(whole.error)
             return whole
 
-        done = await asyncio.gather(*(one(request) for request in requests))
-        return {chunk.request_id: chunk for chunk in done}
+        async with asyncio.TaskGroup() as group:  # the first failure stops the rest
+            tasks = [group.create_task(one(request)) for request in requests]
+        return {task.result().request_id: task.result() for task in tasks}
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

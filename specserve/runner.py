@@ -8,14 +8,24 @@ costs its guesses, never the step.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import msgspec
 import torch
 from torch import Tensor
 
-from specserve.drafting import NO_DRAFT, Draft, Drafter, DraftRow
+from specserve.drafting import (
+    NO_DRAFT,
+    Draft,
+    Drafter,
+    DraftRow,
+    fault_of,
+    first_chain,
+    is_chain,
+    leading,
+)
 from specserve.kv_cache import KVCache
 from specserve.models.interface import CausalLM
 from specserve.noise import Noise
@@ -75,10 +85,6 @@ def node_depths(draft: Draft) -> list[int]:
     return depths
 
 
-def is_chain(draft: Draft) -> bool:
-    return draft.parents == tuple(range(-1, len(draft.parents) - 1))
-
-
 def _segment_parents(num_known: int, draft: Draft) -> tuple[int, ...]:
     known = range(-1, num_known - 1)
     return (*known, *(num_known + parent for parent in draft.parents))
@@ -109,7 +115,7 @@ class ModelRunner:
         draft_start = time.time()
         for seq_id in plan.released:
             for drafter in self._drafters.values():
-                drafter.forget(seq_id)
+                self._guarded(drafter, partial(drafter.forget, seq_id))
         drafts = self._draft(plan.rows)
         forward_start = time.time()
         packed = pack(plan.rows, drafts, self._block_size)
@@ -146,42 +152,50 @@ class ModelRunner:
             asked = [
                 idx
                 for idx, row in enumerate(rows)
-                if row.request.drafter == name and (row.max_draft_tokens or drafter.keeps_kv)
+                if row.request.drafter == name
+                and row.request.max_draft_tokens > 0  # K = 0 for good: nothing to keep up for
+                and (row.max_draft_tokens or drafter.keeps_kv)
             ]
             if not asked:
                 continue
             for idx, draft in zip(asked, self._propose(drafter, rows, asked), strict=True):
+                if rows[idx].request.verify == "rejection" and not is_chain(draft):
+                    draft = first_chain(draft)
                 drafts[idx] = self._clip(draft, rows[idx].max_draft_tokens)
         return drafts
 
     def _propose(self, drafter: Drafter, rows: Seq[RowPlan], asked: Seq[int]) -> list[Draft]:
-        try:
-            proposals = drafter.propose([_draft_row(rows[idx]) for idx in asked])
+        proposals: list[Draft] = []
+
+        def propose() -> None:
+            proposals.extend(drafter.propose([_draft_row(rows[idx]) for idx in asked]))
             if len(proposals) != len(asked):
                 raise ValueError(f"{len(proposals)} drafts for {len(asked)} rows")
-        except Exception:  # a guesser may fail in any way; the text must not notice
-            self._log.exception("drafter_failed", drafter=drafter.name, num_rows=len(asked))
+            for draft in proposals:
+                if fault := fault_of(draft):
+                    raise ValueError(fault)
+
+        if not self._guarded(drafter, propose):
             return [NO_DRAFT] * len(asked)
         return proposals
 
-    def _clip(self, draft: Draft, max_tokens: int) -> Draft:
-        """The leading guesses that fit K and exist in the target's vocabulary.
+    def _guarded(self, drafter: Drafter, call: Callable[[], None]) -> bool:
+        """A guesser may fail in any way; the text must not notice. False: it failed."""
+        try:
+            call()
+        except Exception:
+            self._log.exception("drafter_failed", drafter=drafter.name)
+            return False
+        return True
 
-        A parent always comes before its children, so a leading part is closed under parents.
-        """
+    def _clip(self, draft: Draft, max_tokens: int) -> Draft:
+        """The leading guesses that fit K and exist in the target's vocabulary."""
         count = min(len(draft.token_ids), max_tokens)
         for at, token_id in enumerate(draft.token_ids[:count]):
             if not 0 <= token_id < self._vocab_size:
                 count = at
                 break
-        if count == len(draft.token_ids):
-            return draft
-        return msgspec.structs.replace(
-            draft,
-            token_ids=draft.token_ids[:count],
-            parents=draft.parents[:count],
-            probs=None if draft.probs is None else draft.probs[:count],
-        )
+        return leading(draft, count)
 
     # ---- verify --------------------------------------------------------------------------
 
@@ -234,10 +248,7 @@ class ModelRunner:
 
     def _observe(self, row: RowPlan, token_ids: Seq[int], num_accepted: int) -> None:
         drafter = self._drafters[row.request.drafter]
-        try:
-            drafter.observe(row.seq_id, token_ids, num_accepted)
-        except Exception:  # as in _propose
-            self._log.exception("drafter_failed", drafter=drafter.name, num_rows=1)
+        self._guarded(drafter, partial(drafter.observe, row.seq_id, token_ids, num_accepted))
 
     def _compact(self, row: RowPlan, path: Seq[int]) -> None:
         """Move the accepted path's KV to where a chain would have it."""

@@ -1,8 +1,9 @@
 """Who computes what in the next step. Pure Python; runs on the event loop in microseconds.
 
-One token budget, no prefill and decode modes: decode rows first, then guesses to verify, then
-prefill chunks with what is left. Slots are reserved only for tokens this step may write; lookahead
-is given up before anybody is preempted and never evicts a reusable prefix.
+One token budget, no prefill and decode modes: decode rows first, then prefill chunks, then guesses
+to verify. While prompts want more than there is, half of what decode rows leave is for guesses.
+Slots are reserved only for tokens this step may write, for guesses last of all: lookahead never
+takes a block that a token needs, preempts nobody, and evicts no reusable prefix.
 """
 
 from __future__ import annotations
@@ -64,6 +65,12 @@ class Scheduler:
             self.num_waiting -= 1
         seq.status = Status.FINISHED
         del self._sequences[seq.seq_id]
+        if len(self._waiting) > 2 * self.num_waiting + 16:
+            # Aborted ones lie in the heap below a head that cannot be admitted: let them go.
+            self._waiting = [
+                entry for entry in self._waiting if entry[1].status is not Status.FINISHED
+            ]
+            heapq.heapify(self._waiting)
 
     @property
     def has_work(self) -> bool:
@@ -81,10 +88,11 @@ class Scheduler:
         rows: dict[int, _Row] = {}
         budget = self.config.max_num_batched_tokens
         budget -= self._plan_decode(rows)
-        budget -= self._plan_drafts(rows, budget)
-        budget -= self._plan_prefill(rows, budget)
+        for_prompts = budget - min(self._drafts_wanted(rows), budget // 2)
+        used = self._plan_prefill(rows, for_prompts)
         if self.num_preempted_last == 0:
-            self._admit(rows, budget)
+            used += self._admit(rows, for_prompts - used)
+        self._plan_drafts(rows, budget - used)
         released, self._released = tuple(self._released), []
         self._step_idx += 1
         return BatchPlan(
@@ -95,26 +103,29 @@ class Scheduler:
 
     def _plan_decode(self, rows: dict[int, _Row]) -> int:
         for seq in list(self.running):
-            decoding = seq.status is Status.RUNNING and seq.num_uncomputed_tokens == 1
-            if decoding and self._make_room(seq, 1, rows):
+            due = seq.status is Status.RUNNING and seq.num_uncomputed_tokens == 1
+            if due and self._make_room(seq, 1, rows):
                 rows[seq.seq_id] = _Row(seq, 1)
         return len(rows)
 
-    def _plan_drafts(self, rows: dict[int, _Row], budget: int) -> int:
-        prefill_waits = self.num_waiting > 0 or len(rows) < len(self.running)
-        # Guesses may not starve prompts: while one waits, they take at most half of what is left.
-        share = budget // 2 if prefill_waits else budget
-        used = 0
+    def _wanted_guesses(self, row: _Row) -> int:
+        seq = row.seq
+        if not seq.is_decoding or seq.request.drafter == "none":
+            return 0
+        # The step emits one token more than it accepts guesses.
+        return max(0, min(seq.request.max_draft_tokens, seq.num_remaining_tokens - 1))
+
+    def _drafts_wanted(self, rows: dict[int, _Row]) -> int:
+        return sum(self._wanted_guesses(row) for row in rows.values())
+
+    def _plan_drafts(self, rows: dict[int, _Row], budget: int) -> None:
         for row in rows.values():
-            seq = row.seq
-            wanted = min(seq.request.max_draft_tokens, seq.num_remaining_tokens - 1, share - used)
-            wanted = min(wanted, self._free_slots_after(seq, 1))
-            if seq.request.drafter == "none" or wanted <= 0:
-                continue
-            self._extend(seq, 1 + wanted)
-            row.num_draft_tokens = wanted
-            used += wanted
-        return used
+            room = min(budget, self._free_slots_after(row.seq, row.num_tokens))
+            wanted = min(self._wanted_guesses(row), room)
+            if wanted > 0:
+                self._extend(row.seq, row.num_tokens + wanted)
+                row.num_draft_tokens = wanted
+                budget -= wanted
 
     def _plan_prefill(self, rows: dict[int, _Row], budget: int) -> int:
         used = 0
@@ -129,22 +140,25 @@ class Scheduler:
                 used += chunk
         return used
 
-    def _admit(self, rows: dict[int, _Row], budget: int) -> None:
-        while budget > 0 and len(self.running) < self.config.max_num_seqs:
+    def _admit(self, rows: dict[int, _Row], budget: int) -> int:
+        used = 0
+        while used < budget and len(self.running) < self.config.max_num_seqs:
             seq = self._peek_waiting()
             if seq is None:
-                return
+                break
             hits = self._prefix_hits(seq)
             if not self._fits(seq, hits):
-                seq.wait_reason = "kv_capacity"
-                return  # no overtaking: the next one would starve it
+                if seq.wait_reason == "admission":
+                    seq.wait_reason = "kv_capacity"
+                break  # no overtaking: the next one would starve it
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
             self._start(seq, hits)
-            chunk = min(seq.num_uncomputed_tokens, budget, self.config.max_prefill_chunk)
+            chunk = min(seq.num_uncomputed_tokens, budget - used, self.config.max_prefill_chunk)
             self._extend(seq, chunk)
             rows[seq.seq_id] = _Row(seq, chunk)
-            budget -= chunk
+            used += chunk
+        return used
 
     def _freeze(self, row: _Row) -> RowPlan:
         seq = row.seq
@@ -156,6 +170,7 @@ class Scheduler:
             num_tokens=row.num_tokens,
             max_draft_tokens=row.num_draft_tokens,
             samples=seq.num_computed_tokens + row.num_tokens == seq.num_tokens,
+            is_prefill=not seq.is_decoding,
             block_table=tuple(seq.block_table),
             draft_kv_len=seq.draft_kv_len,
         )

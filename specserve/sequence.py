@@ -48,6 +48,11 @@ class Sequence:
         return self.num_tokens - self.num_computed_tokens
 
     @property
+    def is_decoding(self) -> bool:
+        """All known tokens but the last are computed, and the last one was emitted."""
+        return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
+
+    @property
     def num_remaining_tokens(self) -> int:
         """How many more tokens it may emit."""
         return self.request.max_tokens - self.num_output_tokens

@@ -18,7 +18,7 @@ VerifyRule = Literal["replay", "rejection"]
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen and when a sequence ends. Names and meanings follow vLLM.
 
-    Values are validated by `validate.check_sampling_params`, never here: a Struct is data.
+    Values are validated in admission.py, never here: a Struct is data.
     """
 
     n: int = 1
@@ -87,6 +87,7 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int  # known tokens computed in this step
     max_draft_tokens: int  # K of this row; 0: no speculation
     samples: bool  # the last known token's logits choose a token
+    is_prefill: bool  # catches up (prompt, or recompute) rather than extends the text by one step
     block_table: tuple[int, ...]
     draft_kv_len: int  # KV length of the row's drafter, a prefix of history
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.drafting import Draft
+from specserve.drafting import Draft, is_chain, leading
 from specserve.noise import F64, Floats, Noise, Purpose, race
 from specserve.sampler import LogitsRow, RowError, as_rows, choose_row, process_row
 from specserve.types import Request
@@ -61,7 +61,7 @@ def verify(
     raises: RowError if a row that is needed has nothing to choose, or rejection is asked of a tree
     """
     if request.verify == "rejection":
-        return verify_rejection(request, history, draft, logits, vocab_size=vocab_size)
+        return _rejection_with_usable_rows(request, history, draft, logits, vocab_size)
     rows, plain = node_rows(request, history, draft), as_rows(logits, vocab_size)
     scratch = noise or Noise()
     # Only rows that the walk arrives at are chosen for: after a wrong guess the rest costs nothing.
@@ -83,10 +83,17 @@ def _walk(choice_at: Callable[[int], int], draft: Draft) -> Verdict:
     emitted = [choice_at(0)]
     # Parents come before children, so one pass meets every node after its parent.
     for idx, (token_id, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
-        if parent == node and token_id == emitted[-1]:
-            node = idx
-            path.append(idx)
-            emitted.append(choice_at(idx + 1))
+        if parent != node or token_id != emitted[-1]:
+            continue
+        try:
+            following = choice_at(idx + 1)
+        except RowError:
+            # Plain decoding would emit this token, too, and meet the error only in its next step,
+            # if the token does not end the text: so end here, with the guess not taken as one.
+            break
+        node = idx
+        path.append(idx)
+        emitted.append(following)
     return Verdict(token_ids=tuple(emitted), path=tuple(path))
 
 
@@ -94,6 +101,19 @@ def _token(choice: int | RowError) -> int:
     if isinstance(choice, RowError):
         raise choice
     return choice
+
+
+def _rejection_with_usable_rows(
+    request: Request, history: Seq[int], draft: Draft, logits: Tensor, vocab_size: int
+) -> Verdict:
+    """What no guess leads to never matters: drop guesses from the end until the rows will do."""
+    while True:
+        try:
+            return verify_rejection(request, history, draft, logits, vocab_size=vocab_size)
+        except RowError:
+            if not draft.token_ids:
+                raise
+            draft, logits = leading(draft, len(draft.token_ids) - 1), logits[:-1]
 
 
 def verify_rejection(
@@ -105,7 +125,7 @@ def verify_rejection(
     logits: [K+1, V]
     raises: RowError for a tree, or if a row that is needed has nothing to choose
     """
-    if draft.parents != tuple(range(-1, len(draft.token_ids) - 1)):
+    if not is_chain(draft):
         raise RowError(
             f"verify 'rejection' accepts chains only, but a draft of {len(draft.token_ids)} "
             "guesses branches: use verify 'replay' or a drafter without trees"

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from specserve.config import EngineConfig
+from specserve.drafting import Draft, Drafter, chain
 from specserve.errors import RequestError
 from specserve.kv_cache import KVCache
 from specserve.models.decoder import Decoder
 from specserve.types import SamplingParams, Speculation, TokenChunk
+from specserve_drafts import DRAFTERS, DrafterResources, Script
 from specserve_drafts.ngram import NgramDrafter
 from specserve_kernels.interface import PagedBatch
 from tests.engines import serving
@@ -219,6 +221,79 @@ async def test_a_row_that_cannot_choose_fails_alone() -> None:
         assert chunks[1].error
 
 
+class BadDecoder:
+    """Text work that raises for one token."""
+
+    def push(self, token_id: int) -> str:
+        if token_id == 50:
+            raise UnicodeError("injected")
+        return "x"
+
+    def finish(self) -> str:
+        return ""
+
+
+class BadTokenizer:
+    def stream_decoder(self, *, skip_special_tokens: bool = True) -> BadDecoder:
+        return BadDecoder()
+
+
+async def test_text_work_that_raises_fails_its_own_request_only() -> None:
+    async with serving(a_model(), a_config(), tokenizer=BadTokenizer()) as served:
+        greedy = SamplingParams(max_tokens=6, temperature=0.0, logit_bias={50: -100.0})
+        forced = SamplingParams(max_tokens=6, temperature=0.0, logit_bias={50: 100.0})
+        requests = []
+        for idx, params in enumerate([greedy, forced, greedy]):
+            requests += served.requests([1, 2, idx], params, name=f"{idx}")
+        chunks = await served.run(requests)
+        assert [chunk.finish_reason for chunk in chunks] == ["length", "error", "length"]
+        assert "UnicodeError" in str(chunks[1].error)
+
+
+async def test_an_error_behind_a_stop_token_is_never_met() -> None:
+    """A guess is accepted, ends the text, and what would have followed it cannot be chosen."""
+    results = []
+    for num_guesses in (0, 5):
+        model = FailingModel(a_model(), nan_token=50)
+        script = scripted(lambda row: chain([50, 3, 3]))
+        async with serving(
+            model, a_config(), drafters={"scripted": script}, eos_ids=frozenset({50})
+        ) as served:
+            [request] = served.requests(
+                [1, 2, 3],
+                SamplingParams(max_tokens=6, temperature=0.0, min_tokens=2, logit_bias={50: 100.0}),
+                name="r",
+                speculation=Speculation(drafter="scripted", max_draft_tokens=num_guesses),
+            )
+            chunk = await served.collect(request)
+            results.append((chunk.token_ids, chunk.finish_reason))
+    assert results[0] == results[1]
+    assert results[0][1] == "stop"
+
+
+async def test_rejection_uses_what_it_can_of_a_tree() -> None:
+    tree = Draft(token_ids=(1, 2, 3, 4), parents=(-1, -1, 0, 2))
+    async with serving(
+        a_model(), a_config(), drafters={"scripted": scripted(lambda row: tree)}
+    ) as served:
+        [request] = served.requests(
+            [1, 2, 3],
+            SamplingParams(max_tokens=20, temperature=1.0, seed=1),
+            name="r",
+            speculation=Speculation(drafter="scripted", max_draft_tokens=4, verify="rejection"),
+        )
+        chunk = await served.collect(request)
+        assert chunk.finish_reason == "length"
+        assert chunk.stats is not None
+        assert chunk.stats.per_step_drafted[0] == 3
+
+
+def scripted(script: Script) -> Drafter:
+    return DRAFTERS["scripted"](
+        DrafterResources(vocab_size=64, num_blocks=60, block_size=4, script=script)
+    )
+
+
 async def test_when_a_step_fails_every_stream_hears_it_and_the_engine_says_why() -> None:
     model = FailingModel(a_model(), fail_at=4)
     async with serving(model, a_config(), error="RuntimeError: injected") as served:
@@ -233,7 +308,7 @@ async def test_when_a_step_fails_every_stream_hears_it_and_the_engine_says_why()
 
 
 class RaisingDrafter:
-    """Fails in every way that a guesser can."""
+    """Fails in every way that a guesser can, one after the other."""
 
     name = "raising"
     keeps_kv = False
@@ -243,6 +318,17 @@ class RaisingDrafter:
 
     def propose(self, rows: Seq[object]) -> list[object]:
         self.num_calls += 1
+        wrong: list[object] = [
+            Draft(token_ids=(1, 2), parents=(-1,)),
+            Draft(token_ids=(1, 2), parents=(1, -1)),
+            Draft(token_ids=(1,), parents=(-2,)),
+            Draft(token_ids=(1,), parents=(-1,), probs=torch.ones(3, 64)),
+            Draft(token_ids=("x",), parents=(-1,)),  # type: ignore[arg-type] # wrong on purpose
+            Draft(token_ids=(10**9, -5), parents=(-1, 0)),
+            None,
+        ]
+        if self.num_calls <= len(wrong):
+            return [wrong[self.num_calls - 1]] * len(rows)
         if self.num_calls % 2:
             raise ZeroDivisionError("a guesser's own bug")
         return []
@@ -251,7 +337,7 @@ class RaisingDrafter:
         raise ZeroDivisionError("another")
 
     def forget(self, seq_id: int) -> None:
-        pass
+        raise ZeroDivisionError("a third")
 
 
 async def test_a_drafter_that_raises_costs_its_guesses_and_not_the_text() -> None:
@@ -270,6 +356,8 @@ async def test_a_drafter_that_raises_costs_its_guesses_and_not_the_text() -> Non
                 speculation=Speculation(drafter=drafter, max_draft_tokens=4),
             )
             ids.append((await served.collect(request)).token_ids)
+            [after] = served.requests([1], params, name="after")  # hears of the forget
+            assert (await served.collect(after)).finish_reason == "length"
     assert ids[0] == ids[1]
 
 

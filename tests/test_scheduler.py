@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from specserve.scheduler import Scheduler
@@ -51,13 +54,78 @@ def test_guesses_never_reach_past_max_tokens(max_tokens: int, drafted: list[int]
 
 def test_lookahead_shrinks_before_anybody_is_preempted() -> None:
     scheduler = Scheduler(a_config(blocks=4, block_size=4, prefix_cache=False))
-    scheduler.add(a_request(5, name="A", drafter="ngram", draft_tokens=7, max_tokens=3))
-    scheduler.add(a_request(5, name="B", drafter="ngram", draft_tokens=7, max_tokens=3))
+    scheduler.add(a_request(5, name="A", drafter="ngram", draft_tokens=7, max_tokens=11))
+    scheduler.add(a_request(5, name="B", drafter="ngram", draft_tokens=7, max_tokens=11))
     run_step(scheduler)
     rows = run_step(scheduler)
     assert set(rows) == {"A", "B"}
-    # Two blocks each: five tokens computed, so three slots are left and one is the known token's.
-    assert [row.max_draft_tokens for row in rows.values()] == [1, 1]  # max_tokens leaves one
+    # Two blocks each: five tokens computed, one known token, so two slots are left for guesses.
+    assert [row.max_draft_tokens for row in rows.values()] == [2, 2]
+    assert scheduler.num_preempted_last == 0
+
+
+def test_guesses_take_no_block_that_a_prompt_could_use() -> None:
+    """The first token of a long prompt comes as early beside wrong guesses as without them."""
+    steps = {}
+    for draft_tokens in (0, 15):
+        scheduler = Scheduler(a_config(blocks=16, block_size=4, chunk=4, prefix_cache=False))
+        for name in ("A1", "A2", "A3"):
+            request = a_request(
+                4, name=name, drafter="ngram", draft_tokens=draft_tokens, max_tokens=40
+            )
+            scheduler.add(request)
+        run_step(scheduler)
+        long = scheduler.add(a_request(28, name="B", max_tokens=4))
+        steps[draft_tokens] = 0
+        while long.num_output_tokens == 0:
+            run_step(scheduler)
+            steps[draft_tokens] += 1
+    assert steps[15] == steps[0]
+
+
+def test_guesses_preempt_nobody() -> None:
+    preemptions = {}
+    for draft_tokens in (0, 15):
+        scheduler = Scheduler(a_config(blocks=13, block_size=4, prefix_cache=False))
+        first = scheduler.add(
+            a_request(
+                8, name="A", drafter="ngram", draft_tokens=draft_tokens, max_tokens=24, priority=1
+            )
+        )
+        run_step(scheduler)
+        second = scheduler.add(a_request(24, name="B", max_tokens=4))
+        run_until_done(scheduler)
+        preemptions[draft_tokens] = first.num_preemptions + second.num_preemptions
+    assert preemptions[15] == preemptions[0]
+
+
+def test_aborted_requests_do_not_pile_up_behind_a_head_that_cannot_be_admitted() -> None:
+    scheduler = Scheduler(a_config(max_num_seqs=1))
+    scheduler.add(a_request(4, name="running", max_tokens=10_000))
+    run_step(scheduler)
+    scheduler.add(a_request(4, name="head", priority=-1))
+    gone = [weakref.ref(scheduler.add(a_request(4, name=f"{idx}"))) for idx in range(500)]
+    for ref in gone:
+        seq = ref()
+        assert seq is not None
+        scheduler.finish(seq)
+    del seq
+    run_step(scheduler)
+    gc.collect()
+    assert sum(ref() is not None for ref in gone) < 30
+    assert scheduler.num_waiting == 1
+
+
+def test_the_reason_for_waiting_stays_what_it_was_first() -> None:
+    scheduler = Scheduler(a_config(blocks=6, block_size=4, prefix_cache=False))
+    scheduler.add(a_request(8, name="A", max_tokens=12))
+    second = scheduler.add(a_request(8, name="B", max_tokens=12))
+    while second.num_preemptions == 0:
+        run_step(scheduler)
+    third = scheduler.add(a_request(8, name="C", max_tokens=2))
+    for _ in range(2):
+        run_step(scheduler)
+    assert (second.wait_reason, third.wait_reason) == ("preempted", "admission")
 
 
 def test_lookahead_never_evicts_a_reusable_prefix() -> None:

@@ -45,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         first_token=st.sampled_from([1, 2, 100]),
         salt=st.sampled_from(["", "a"]),
+        drafter=st.sampled_from(["none", "ngram", "small"]),
     )
     def add(
         self,
@@ -54,11 +55,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         first_token: int,
         salt: str,
+        drafter: str,
     ) -> None:
         request = a_request(
             prompt,
             max_tokens=max_tokens,
-            drafter="ngram",
+            drafter=drafter,
             draft_tokens=draft_tokens,
             priority=priority,
             first_token=first_token,
@@ -121,8 +123,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.sequences))
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        if self.plan is None:  # the engine applies aborts between steps
-            self.scheduler.finish(data.draw(st.sampled_from(self.sequences)))
+        # Also while a plan is out: the engine applies aborts when the step is done, before commit.
+        self.scheduler.finish(data.draw(st.sampled_from(self.sequences)))
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -159,5 +161,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, print_blob=True
+    max_examples=120, stateful_step_count=40, deadline=None, print_blob=True
 )

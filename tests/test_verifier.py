@@ -120,11 +120,14 @@ def test_an_id_that_is_no_token_is_never_accepted() -> None:
             assert 0 <= verdict.token_ids[0] < V
 
 
-def test_an_error_counts_only_where_the_walk_arrives() -> None:
+def test_an_error_counts_only_at_the_root() -> None:
+    """Behind a guess it is met in the next step, as without guesses, unless the text ends there."""
     error = RowError("nothing to choose")
-    assert verify_replay([4, error], chain([5])).token_ids == (4,)
+    assert verify_replay([4, error], chain([5])) == Verdict(token_ids=(4,), path=())
+    assert verify_replay([5, error], chain([5])) == Verdict(token_ids=(5,), path=())
+    assert verify_replay([5, 6, error], chain([5, 6])) == Verdict(token_ids=(5, 6), path=(0,))
     with pytest.raises(RowError, match="nothing to choose"):
-        verify_replay([5, error], chain([5]))
+        verify_replay([error, 5], chain([5]))
 
 
 # --- node rows -----------------------------------------------------------------------------------
@@ -303,13 +306,15 @@ def test_a_tree_is_refused_by_rejection_with_the_way_out() -> None:
         verify_rejection(request, PROMPT, TREE, random_logits(7, V), vocab_size=V)
 
 
-def test_a_row_behind_a_refused_guess_may_be_useless() -> None:
+def test_a_row_behind_a_guess_may_be_useless_and_the_first_may_not() -> None:
     logits = torch.tensor([[0.0, 50.0], [math.nan, math.nan]])
     for rule in ("replay", "rejection"):
         request = a_sampling_request(PROMPT, verify=rule, temperature=0.0)
-        assert verify(request, PROMPT, chain([0]), logits, vocab_size=2).token_ids == (1,)
+        for guess in (0, 1):
+            verdict = verify(request, PROMPT, chain([guess]), logits, vocab_size=2)
+            assert verdict == Verdict(token_ids=(1,), path=())
         with pytest.raises(RowError, match="damaged"):
-            verify(request, PROMPT, chain([1]), logits, vocab_size=2)
+            verify(request, PROMPT, chain([1]), logits.flip(0), vocab_size=2)
 
 
 def test_accept_noise_is_a_stream_of_its_own() -> None:

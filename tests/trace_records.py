@@ -61,6 +61,7 @@ def a_row(
         drafted,
         accepted,
         accepted + 1 if emitted is None else emitted,
+        tokens > 1,
     )
 
 

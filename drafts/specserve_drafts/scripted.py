@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-import msgspec
-
-from specserve.drafting import NO_DRAFT, Draft, DraftRow
+from specserve.drafting import NO_DRAFT, Draft, DraftRow, leading
 from specserve.errors import ConfigError
 from specserve_drafts.resources import DrafterResources, Script, refuse_argument
 
@@ -21,7 +19,7 @@ class ScriptedDrafter:
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """Of a longer script the first max_tokens nodes: parents come before children."""
         return [
-            _leading(self._script(row), row.max_tokens) if wants_guesses(row) else NO_DRAFT
+            leading(self._script(row), row.max_tokens) if wants_guesses(row) else NO_DRAFT
             for row in rows
         ]
 
@@ -35,17 +33,6 @@ class ScriptedDrafter:
 def wants_guesses(row: DraftRow) -> bool:
     """Not a prefill chunk that ends before the last known token, and K > 0."""
     return row.max_tokens > 0 and row.num_known == len(row.history)
-
-
-def _leading(draft: Draft, num_nodes: int) -> Draft:
-    if len(draft.token_ids) <= num_nodes:
-        return draft
-    return msgspec.structs.replace(
-        draft,
-        token_ids=draft.token_ids[:num_nodes],
-        parents=draft.parents[:num_nodes],
-        probs=None if draft.probs is None else draft.probs[:num_nodes],
-    )
 
 
 def make_scripted(resources: DrafterResources) -> ScriptedDrafter:

@@ -146,12 +146,8 @@ def _outcome(row: RowRecord) -> Attributes:
     }
 
 
-def _is_prefill(row: RowRecord) -> bool:
-    return row.num_tokens > 1 or row.num_emitted_tokens == 0
-
-
 def _step_attributes(step: StepRecord) -> dict[str, AttributeValue]:
-    num_prefill = sum(row.num_tokens for row in step.rows if _is_prefill(row))
+    num_prefill = sum(row.num_tokens for row in step.rows if row.is_prefill)
     num_known = sum(row.num_tokens for row in step.rows)
     num_drafted = sum(row.num_draft_tokens for row in step.rows)
     num_decode = num_known - num_prefill

@@ -19,6 +19,7 @@ class RowRecord(msgspec.Struct, frozen=True, array_like=True):
     num_draft_tokens: int
     num_accepted_tokens: int
     num_emitted_tokens: int
+    is_prefill: bool = False
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
