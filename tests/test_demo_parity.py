@@ -48,23 +48,19 @@ def our_logits(directory: Path, ids: list[int], dtype: torch.dtype) -> torch.Ten
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["fp64", "fp32"]
-)
-def test_logits_equal_transformers(
-    demo_model_dir: Path, dtype: torch.dtype, tolerance: float
-) -> None:
-    """tolerance: of the difference relative to the largest logit."""
+def test_logits_equal_transformers(demo_model_dir: Path) -> None:
+    """In fp32, within 1e-5 of the largest logit (about 43; both sum in orders of their own)."""
     from transformers import AutoModelForCausalLM
 
     ids = Tokenizer.load(demo_model_dir).encode(TEXT)
     theirs = AutoModelForCausalLM.from_pretrained(
-        demo_model_dir, dtype=dtype, attn_implementation="eager"
+        demo_model_dir, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.inference_mode():
         expected = theirs(torch.tensor([ids])).logits[0]
-    ours = our_logits(demo_model_dir, ids, dtype)
+    ours = our_logits(demo_model_dir, ids, torch.float32)
     difference = (ours - expected).abs().max().item()
     largest = expected.abs().max().item()
-    print(f"{dtype}: largest difference {difference:.2e}, largest logit {largest:.1f}")
-    assert difference <= tolerance * largest
+    print(f"largest difference {difference:.2e}, largest logit {largest:.1f}")
+    assert difference <= 1e-5 * largest
+    assert torch.equal(ours.argmax(-1), expected.argmax(-1))
