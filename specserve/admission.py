@@ -24,6 +24,8 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 256
+# Logits are divided by it: a far smaller one makes them infinite.
+MIN_REPETITION_PENALTY = 0.01
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,13 +122,9 @@ def _check_int(name: str, value: int, low: int, high: int) -> None:
         raise RequestError(f"{name} is {value}, it must be from {low} to {high}", param=name)
 
 
-def _check_number(
-    name: str, value: float, low: float, high: float, *, open_low: bool = False
-) -> None:
-    inside = low < value <= high if open_low else low <= value <= high
-    if not (math.isfinite(value) and inside):
-        bound = "above" if open_low else "from"
-        raise RequestError(f"{name} is {value}, it must be {bound} {low} to {high}", param=name)
+def _check_number(name: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise RequestError(f"{name} is {value}, it must be from {low} to {high}", param=name)
 
 
 def _check_params(params: SamplingParams, limits: Limits) -> None:
@@ -137,7 +135,7 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
     _check_number("min_p", params.min_p, 0.0, 1.0)
     _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
     _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
-    _check_number("repetition_penalty", params.repetition_penalty, 0.0, 100.0, open_low=True)
+    _check_number("repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
     if params.seed is not None:
         _check_int("seed", params.seed, -(2**63), 2**63 - 1)
     if params.logprobs is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 
@@ -45,6 +46,7 @@ SAMPLING = [
     ("min_p", -0.1), ("min_p", 1.1),
     ("presence_penalty", 2.1), ("frequency_penalty", -2.1),
     ("repetition_penalty", 0), ("repetition_penalty", -5), ("repetition_penalty", 1e308),
+    ("repetition_penalty", 5e-324), ("repetition_penalty", 1e-300), ("repetition_penalty", 0.009),
     ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 10**40),
     ("min_tokens", -1), ("min_tokens", 10**40), ("seed", 2**63), ("seed", -(2**63) - 1),
     ("stop", ""), ("stop", [""]), ("stop", ["", "x"]), ("stop", ["a"] * 17), ("stop", "a" * 1025),
@@ -127,6 +129,8 @@ async def test_a_body_that_is_no_json_is_refused(raw: bytes, code: str) -> None:
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": "hi"}, "messages"),
         (CHAT, {"messages": [{"role": "foo", "content": ""}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user", "content": ""}] * 300}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "name": "b" * 9000}]}, "messages"),
         (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens"),
         (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools"),
@@ -356,16 +360,38 @@ async def test_a_full_queue_is_told_so_that_clients_retry() -> None:
     pace = Pace()
     config = msgspec.structs.replace(CONFIG, max_num_seqs=1, max_waiting=2)
     async with a_server(says("hello"), config=config, on_forward=pace) as server:
-        async with connect(server.port) as connection:
-            await connection.request(
-                "POST",
-                "/v1/completions",
-                {"prompt": "a:", "n": 3, "stream": True, "temperature": 0},
-            )
-            refused = await connection.read_reply()
+        first = asyncio.create_task(server.complete())
+        await server.has(running=1)
+        second = asyncio.create_task(server.complete())
+        await server.has(running=1, waiting=1)
+        refused = await server.complete(n=2, stream=True)
         check_refusal(refused, None, status=429)
         assert refused.error["code"] == "queue_full"
         assert int(refused.headers["retry-after"]) >= 1
         pace.allow(100)
-        await server.is_idle()  # what had been queued of it is gone
+        for accepted in (await first, await second):
+            assert accepted.json()["choices"][0]["text"] == "hello"
+        await server.is_idle()  # what had been queued of the refused one is gone
+        await still_works(server)
+
+
+async def test_more_sequences_than_may_ever_queue_are_refused_for_good() -> None:
+    config = msgspec.structs.replace(CONFIG, max_waiting=4)
+    async with a_server(says("hello"), config=config) as server:
+        check_refusal(await server.complete(n=5), "n")
+        check_refusal(await server.chat(n=5), "n")
+        check_refusal(await server.complete(prompt=["a:"] * 5), "prompt")
+        assert (await server.complete(n=4)).status == 200
+        await still_works(server)
+
+
+async def test_an_expectation_nobody_knows_is_refused_in_the_shape_of_every_error() -> None:
+    async with a_server(says("hello")) as server, connect(server.port) as connection:
+        for expect in ("100-continue", "magic"):
+            body = {"prompt": "say:"}
+            await connection.request("POST", "/v1/completions", body, headers={"expect": expect})
+            if expect == "100-continue":
+                assert await connection.read_head() == (100, {})
+                assert (await connection.read_reply()).status == 200
+        check_refusal(await connection.read_reply(), None, status=417)
         await still_works(server)

@@ -23,7 +23,7 @@ from aiohttp.typedefs import Handler
 
 from specserve.engine import Engine
 from specserve.server import chat, completions, operations, tokens
-from specserve.server.middleware import ROUTE_NAMES, add_headers, around
+from specserve.server.middleware import ROUTE_NAMES, add_headers, around, expected
 from specserve.server.protocol import Runner
 from specserve.server.state import STATE, Lifecycle, ServerSettings, ServerState
 from specserve.server.tracing import PassThroughTracer, ServerTracer
@@ -62,9 +62,9 @@ def create_app(
     app[ROUTE_NAMES] = {}
     for (method, path), handler in ROUTES.items():
         for pattern in _spellings(path):
-            route = app.router.add_route(method, pattern, handler)
+            route = app.router.add_route(method, pattern, handler, expect_handler=expected)
             if method == "GET":
-                app.router.add_route("HEAD", pattern, handler)
+                app.router.add_route("HEAD", pattern, handler, expect_handler=expected)
             assert route.resource is not None
             app[ROUTE_NAMES][route.resource] = path
     app.on_response_prepare.append(add_headers)

@@ -71,6 +71,7 @@ def make_job(
     """
     engine = request.app[STATE].engine
     adopt_request_id(request, body.request_id)
+    _check_queue(len(prompts), params.n, engine.config.max_waiting)
     # Made here: two live requests may well carry the same x-request-id.
     reply_id = f"{prefix}-{uuid.uuid4().hex}"
     try:
@@ -92,6 +93,16 @@ def make_job(
         detailed=bool(body.speculation and body.speculation.detailed),
         return_token_ids=bool(body.return_token_ids),
     )
+
+
+def _check_queue(num_prompts: int, n: int, max_waiting: int) -> None:
+    """They queue together, so more than the queue takes would get 429 for ever."""
+    if num_prompts * n > max_waiting:
+        raise RequestError(
+            f"{num_prompts} prompts with n = {n} make {num_prompts * n} sequences, this server "
+            f"queues at most {max_waiting}: ask for fewer, or start it with a larger --max-waiting",
+            param="prompt" if n == 1 else "n",
+        )
 
 
 def _requests(

@@ -6,7 +6,7 @@ import asyncio
 import re
 import uuid
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 
 from specserve.errors import EngineError, RequestError
@@ -60,8 +60,26 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
         context.span.end(status, context.attributes)
 
 
+async def expected(request: web.Request) -> None:
+    """Before the middleware runs: the go-ahead for a body. What else is expected, _answer refuses;
+    aiohttp's own refusal would be plain text."""
+    if _expects_continue(request) and request.version == HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the reply itself has not begun
+
+
+def _expects_continue(request: web.Request) -> bool:
+    return request.headers.get("expect", "").lower() == "100-continue"
+
+
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
+        if "expect" in request.headers and not _expects_continue(request):
+            raise RequestError(
+                "the header Expect can only be 100-continue: leave it out",
+                code="expectation_failed",
+                status=417,
+            )
         return await handler(request)
     except (RequestError, EngineError) as error:
         return errors.error_response(errors.public_error(error))

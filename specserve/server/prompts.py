@@ -101,8 +101,16 @@ async def encode_chat(
             param="continue_final_message",
         )
     plain = plain_messages(messages)
-    num_chars = sum(len(message["content"]) for message in plain)
-    check_text_size(num_chars, engine.limits.max_model_len, "messages")
+    max_model_len = engine.limits.max_model_len
+    if len(plain) > max_model_len:  # templates spend a token at least on each
+        raise RequestError(
+            f"This model's maximum context length is {max_model_len} tokens. However, messages has "
+            f"{len(plain)} messages: send fewer",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    num_chars = sum(len(text) for message in plain for text in message.values())
+    check_text_size(num_chars, max_model_len, "messages")
     if continue_final_message and plain[-1]["role"] != "assistant":
         raise RequestError(
             "continue_final_message is true but the last message is not the assistant's",
