@@ -110,6 +110,9 @@ def check_options(options: EngineOptions) -> None:
         if value < least:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} is {value}, it must be at least {least}")
+    for name, value in (("kv-cache-gb", options.kv_cache_gb), ("memory-gb", options.memory_gb)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{name} is {value}, it must be a number above 0")
     if options.max_num_batched_tokens < options.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens is {options.max_num_batched_tokens}, it must be at least "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 
 from aiohttp import web
@@ -23,6 +24,14 @@ from specserve_observability.tracing import Tracing, open_tracing
 
 def serve(options: ServeOptions) -> int:
     """Run until SIGINT or SIGTERM; exit status 0 after a drained stop, 1 when the engine died."""
+    if not options.drain_seconds >= 0:
+        raise ConfigError(f"--drain-seconds is {options.drain_seconds}, it must be 0 or more")
+    # Before anything slow, so that a taken port is said at once.
+    with bind(options.host, options.port) as listener:
+        return _serve_on(listener, options)
+
+
+def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     configure_logging(json=options.log_format == "json", level=options.log_level)
     drafters = tuple(name for name, _ in parse_drafter_spec(options.drafters))
     metrics = Metrics(drafters=drafters, max_draft_tokens=options.max_draft_tokens)
@@ -45,12 +54,40 @@ def serve(options: ServeOptions) -> int:
             model_name=options.served_model_name or options.model,
             say=_say,
         )
-        return asyncio.run(_run(options, built, tracing, metrics))
+        return asyncio.run(_run(options, built, tracing, metrics, listener))
     finally:
         tracing.shutdown()
 
 
-async def _run(options: ServeOptions, built: Built, tracing: Tracing, metrics: Metrics) -> int:
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet; ConfigError names the option at fault."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port is {port}, it must be from 0 to 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {host!r} is not an address of this machine: {error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
+        ) from error
+    return listener
+
+
+async def _run(
+    options: ServeOptions,
+    built: Built,
+    tracing: Tracing,
+    metrics: Metrics,
+    listener: socket.socket,
+) -> int:
     engine = built.engine
 
     def metrics_text() -> str:
@@ -76,21 +113,12 @@ async def _run(options: ServeOptions, built: Built, tracing: Tracing, metrics: M
     runner = create_runner(app)
     await engine.start()
     await runner.setup()
-    site = web.TCPSite(runner, options.host, options.port)
-    try:
-        await site.start()
-    except OSError as error:
-        await engine.stop()
-        raise ConfigError(
-            f"cannot listen on {options.host}:{options.port}: {error.strerror}; "
-            "choose another --port"
-        ) from error
-    port = runner.addresses[0][1]
-    _greet(options, built, port)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    await web.SockSite(runner, listener).start()
+    _greet(options, built, listener.getsockname()[1])
     await stop.wait()
     _say("stopping: live streams may finish, new requests get 503")
     await drain(app)  # /ready turns 503 while the port still answers

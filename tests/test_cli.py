@@ -31,6 +31,11 @@ def test_every_option_has_a_flag_with_its_default() -> None:
         (["serve", "--draft-tokens", "99"], "--draft-tokens is 99"),
         (["serve", "--drafters", "draft_model"], "draft_model:PATH"),
         (["serve", "--backend", "magic"], "magic"),
+        (["serve", "--kv-cache-gb", "nan"], "--kv-cache-gb is nan"),
+        (["serve", "--memory-gb", "-1"], "--memory-gb is -1"),
+        (["serve", "--port", "99999"], "--port is 99999"),
+        (["serve", "--host", "256.1.1.1"], "--host '256.1.1.1'"),
+        (["serve", "--drain-seconds", "-1"], "--drain-seconds is -1"),
         (["serve", "--otlp-endpoint", "not a url"], "--otlp-endpoint"),
         (["serve", "--trace-file", "/nowhere/at/all"], "--trace-file"),
         (["pull", "./nowhere"], "nowhere"),
@@ -40,6 +45,8 @@ def test_every_option_has_a_flag_with_its_default() -> None:
 def test_what_cannot_be_done_is_said_in_a_line_and_exits_with_2(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if arguments[0] == "serve" and "--port" not in arguments:
+        arguments = [*arguments, "--port", "0"]
     assert main(arguments) == 2
     err = capsys.readouterr().err
     assert said in err
@@ -69,15 +76,16 @@ def test_help_answers_without_loading_torch() -> None:
 def test_what_only_the_loaded_model_shows_is_said_too(
     demo_model_dir: object, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", *options]) == 2
+    assert main(["serve", "--port", "0", *options]) == 2
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.demo
-def test_a_port_in_use_is_named(demo_model_dir: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_named_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert main(["serve", "--port", str(port)]) == 2
+        assert main(["serve", "--port", str(port), "--model", "./nowhere"]) == 2
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err

@@ -106,7 +106,7 @@ def test_the_openai_client_streams_chat_with_speculation_on(server: Server) -> N
     assert "banana, cherry, damson" in text
     assert usage is not None
     assert spec is not None
-    assert usage.completion_tokens == 48
+    assert 8 < usage.completion_tokens <= 48
     # Copying is what n-gram lookup is for: well over one token per target step.
     assert spec["mean_acceptance_length"] > 1.5
     assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"]
