@@ -22,7 +22,7 @@ from torch import Tensor
 from specserve.errors import ModelError
 from specserve.kv_cache import KVCache, kv_bytes_per_token
 from specserve.models.config import ModelConfig
-from specserve.models.linear import CANDIDATE_ROWS, RowInvariantLinear
+from specserve.models.linear import CANDIDATE_ROWS, GemmWeight, RowInvariantLinear
 from specserve.models.rope import cos_sin, inverse_frequencies, rotate
 from specserve_kernels.interface import AttentionPlan, Backend, PagedBatch
 
@@ -31,24 +31,25 @@ _HEAD_ROWS = tuple(rows for rows in CANDIDATE_ROWS if rows <= 64)  # the head is
 
 @dataclass(frozen=True)
 class _Layer:
-    """Weights of one layer, [out, in] each. N, G, H as everywhere; D hidden, I intermediate."""
+    """Weights of one layer, matrices [out, in]. N, G, H as everywhere; D hidden, I intermediate."""
 
     input_norm: Tensor  # [D]
-    qkv: Tensor  # [(N+2G)*H, D]
+    qkv: GemmWeight  # [(N+2G)*H, D]
     qkv_bias: Tensor | None
     qk_norm: tuple[Tensor, Tensor] | None  # [H] for queries, [H] for keys
-    out: Tensor  # [D, N*H]
+    out: GemmWeight  # [D, N*H]
     out_bias: Tensor | None
     mlp_norm: Tensor  # [D]
-    gate_up: Tensor  # [2I, D]
+    gate_up: GemmWeight  # [2I, D]
     gate_up_bias: Tensor | None
-    down: Tensor  # [D, I]
+    down: GemmWeight  # [D, I]
     down_bias: Tensor | None
 
-    def tensors(self) -> list[Tensor]:
-        weights = [self.input_norm, self.qkv, self.out, self.mlp_norm, self.gate_up, self.down]
-        optional = [self.qkv_bias, self.out_bias, self.gate_up_bias, self.down_bias]
-        return [*weights, *(t for t in optional if t is not None), *(self.qk_norm or ())]
+    def nbytes(self) -> int:
+        weights = [self.input_norm, self.mlp_norm, *(self.qk_norm or ())]
+        biases = [self.qkv_bias, self.out_bias, self.gate_up_bias, self.down_bias]
+        matrices = [self.qkv, self.out, self.gate_up, self.down]
+        return sum(t.nbytes for t in [*weights, *biases, *matrices] if t is not None)
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,12 @@ class Decoder:
         self._embedding = taker.take("model.embed_tokens.weight", config.vocab_size, width)
         self._layers = [_take_layer(taker, config, idx) for idx in range(config.num_layers)]
         self._final_norm = taker.take("model.norm.weight", width)
-        self._head = self._embedding
-        if not config.tie_word_embeddings:
-            self._head = taker.take("lm_head.weight", config.vocab_size, width)
+        # Packed, the head is another copy even where it is tied to the embedding.
+        self._head = GemmWeight(
+            self._embedding
+            if config.tie_word_embeddings
+            else taker.take("lm_head.weight", config.vocab_size, width)
+        )
         taker.refuse_leftovers()
         self._inv_freq, self._rope_factor = inverse_frequencies(config.rope, config.head_dim)
         first = self._layers[0]
@@ -102,12 +106,11 @@ class Decoder:
         return self._linear.call_sizes
 
     def weight_bytes(self) -> int:
-        """Bytes of all weights; a tied head counts once."""
-        tensors = [self._embedding, self._final_norm]
-        tensors += [tensor for layer in self._layers for tensor in layer.tensors()]
-        if self._head is not self._embedding:
-            tensors.append(self._head)
-        return sum(tensor.nbytes for tensor in tensors)
+        """Bytes of all weights. A tied head counts once, or twice where GEMMs need it packed."""
+        shares_embedding = self.config.tie_word_embeddings and not self._head.is_packed
+        head = 0 if shares_embedding else self._head.nbytes
+        layers = sum(layer.nbytes() for layer in self._layers)
+        return self._embedding.nbytes + self._final_norm.nbytes + head + layers
 
     def kv_bytes_per_token(self) -> int:
         return kv_bytes_per_token(
@@ -240,9 +243,9 @@ def _take_layer(taker: _WeightTaker, config: ModelConfig, idx: int) -> _Layer:
     def norm(name: str, size: int = width) -> Tensor:
         return taker.take(f"{prefix}.{name}.weight", size)
 
-    def fused(parts: Mapping[str, int], num_inputs: int) -> Tensor:
+    def fused(parts: Mapping[str, int], num_inputs: int) -> GemmWeight:
         weights = [taker.take(f"{name}.weight", rows, num_inputs) for name, rows in parts.items()]
-        return torch.cat(weights) if len(weights) > 1 else weights[0]
+        return GemmWeight(torch.cat(weights) if len(weights) > 1 else weights[0])
 
     def bias(parts: Mapping[str, int], wanted: bool) -> Tensor | None:
         if not wanted:
