@@ -108,8 +108,9 @@ class Engine:
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
         self._end_all("abort", None)
-        self._worker.shutdown(wait=True)
-        self._helpers.shutdown(wait=True, cancel_futures=True)
+        # On another thread: to wait here for a long tokenization would block the loop.
+        await asyncio.to_thread(self._worker.shutdown)
+        await asyncio.to_thread(self._helpers.shutdown, cancel_futures=True)
 
     def snapshot(self) -> EngineSnapshot:
         pool = self._scheduler.pool

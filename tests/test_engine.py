@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 import torch
+from blockbuster import blockbuster_ctx
 from torch import Tensor
 
 from specserve.config import EngineConfig
@@ -394,3 +395,22 @@ async def test_stopping_the_engine_ends_every_stream() -> None:
         assert [chunk async for chunk in stream][-1].finish_reason == "abort"
         with pytest.raises(RequestError, match="shutting down"):
             served.engine.submit(request)
+
+
+async def test_the_loop_never_makes_a_blocking_call() -> None:
+    """blockbuster raises on sleeps, files, sockets and locks that wait, in our code on the loop."""
+    with blockbuster_ctx("specserve") as watcher:
+        assert watcher.functions
+        async with serving(
+            a_model(), a_config(pool=30), drafters={"ngram": NgramDrafter()}
+        ) as served:
+            requests = []
+            for idx in range(8):
+                requests += served.requests(
+                    [1, 2, 3] * (1 + idx),
+                    SamplingParams(max_tokens=12, temperature=0.5, seed=idx),
+                    name=f"{idx}",
+                    speculation=Speculation(drafter="ngram", max_draft_tokens=3),
+                )
+            chunks = await served.run(requests)
+        assert {chunk.finish_reason for chunk in chunks} == {"length"}

@@ -231,3 +231,62 @@ async def test_penalties_count_guesses_only_once_they_are_tokens(guesser: str, n
                 )
             ids[num_guesses] = [chunk.token_ids for chunk in await served.run(requests)]
     assert ids[0] == ids[5]
+
+
+FILTERS = {
+    "top_k": SamplingParams(temperature=1.0, top_k=3, max_tokens=NUM_TOKENS, seed=5),
+    "top_p": SamplingParams(temperature=1.2, top_p=0.7, max_tokens=NUM_TOKENS, seed=5),
+    "min_p": SamplingParams(temperature=1.5, min_p=0.1, max_tokens=NUM_TOKENS, seed=5),
+    "stop ids": SamplingParams(
+        temperature=1.0, stop_token_ids=tuple(range(0, 64, 7)), max_tokens=NUM_TOKENS, seed=5
+    ),
+    "stop strings": SamplingParams(
+        temperature=1.0, stop=(" 1 ", " 2", "3 4"), max_tokens=NUM_TOKENS, seed=5
+    ),
+    "min_tokens": SamplingParams(
+        temperature=1.0,
+        stop_token_ids=tuple(range(0, 64, 3)),
+        min_tokens=7,
+        max_tokens=NUM_TOKENS,
+        seed=5,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FILTERS)
+@pytest.mark.parametrize("sliding_window", [None, 6])
+async def test_filters_and_endings_replay_even_inside_accepted_guesses(
+    kind: str, sliding_window: int | None
+) -> None:
+    """The truth is recorded without guesses, so that oracle and tree run into every ending."""
+    decoder = tiny_decoder(vocab=64, seed=3, dtype=torch.float64, window=sliding_window)
+
+    async def run(name: str, config: EngineConfig) -> list[TokenChunk]:
+        drafter = make_guesser(name, decoder, truth, config)
+        async with serving(decoder, config, drafters={name: drafter}) as served:
+            requests = []
+            for idx, prompt in enumerate(PROMPTS):
+                speculation = Speculation(
+                    drafter=name if truth else "none", max_draft_tokens=7 if truth else 0
+                )
+                requests += served.requests(
+                    prompt, FILTERS[kind], name=f"{idx}", speculation=speculation
+                )
+            return await served.run(requests)
+
+    truth: dict[tuple[int, ...], tuple[int, ...]] = {}
+    plain = await run("ngram", a_config())
+    truth = {tuple(p): chunk.token_ids for p, chunk in zip(PROMPTS, plain, strict=True)}
+    if "stop" in kind:
+        assert {chunk.finish_reason for chunk in plain} >= {"stop"}
+    if kind == "min_tokens":
+        assert min(len(chunk.token_ids) for chunk in plain) > 7
+    # The recorded texts end where they end; beyond it those who know them say nothing.
+    for name in ("oracle", "tree", "draft_model", "ngram"):
+        chunks = await run(name, a_config(chunk=5, cache=True, pool=SMALL_POOL + 8))
+        for want, have in zip(plain, chunks, strict=True):
+            assert (have.token_ids, have.text) == (want.token_ids, want.text), name
+            assert (have.finish_reason, have.stop_reason) == (
+                want.finish_reason,
+                want.stop_reason,
+            )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specserve import LLM, SamplingParams
-from specserve.errors import RequestError
+from specserve.errors import ConfigError, RequestError
 from specserve.types import Speculation
 
 pytestmark = [pytest.mark.demo, pytest.mark.timeout(600)]
@@ -83,3 +83,26 @@ def test_generate_on_the_command_line(demo_model_dir: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert "8 tokens in" in done.stderr
+
+
+def test_the_model_as_its_own_draft_is_always_right(demo_model_dir: Path) -> None:
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=16, seed=7, ignore_eos=True)
+        for temperature in (0.0, 0.8)
+    ]
+    prompts = ["Once upon a time", "Once upon a time"]
+    with LLM("demo", dtype="fp32", drafters="draft_model:demo", kv_cache_gb=0.2) as llm:
+        drafted = llm.generate(prompts, params)
+        plain = llm.generate(prompts, params, speculation=Speculation(drafter="none"))
+    for with_draft, without in zip(drafted, plain, strict=True):
+        assert with_draft.outputs[0].token_ids == without.outputs[0].token_ids
+        stats = with_draft.outputs[0].speculation
+        assert stats is not None
+        assert stats.num_accepted_draft_tokens == stats.num_draft_tokens > 8
+
+
+def test_an_option_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ConfigError, match="draftrs"):
+        LLM("demo", draftrs="none")
+    with pytest.raises(ConfigError, match="draft_tokens"):
+        LLM("demo", draft_tokens="many")
