@@ -159,7 +159,7 @@ def test_loadgen_measures_what_speculation_saved(server: Server, tmp_path: Path)
 @pytest.mark.slow
 async def test_health_answers_at_once_while_long_prompts_are_computed(server: Server) -> None:
     """64 prefills; the 99th percentile of /health stays under 50 ms: the loop never waits."""
-    words = " ".join(f"word{i}" for i in range(60))
+    words = " ".join(f"word{i}" for i in range(200))  # about 800 tokens
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=100)) as session:
 
         async def prefill(idx: int) -> int:
