@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specserve.version import __version__
+from specserve.waiting import sleep_at_barriers
 
 __all__ = ["LLM", "SamplingParams", "Speculation", "__version__"]
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> object:
     # Lazily: `specserve --help` must not load torch.
     if name == "LLM":
+        sleep_at_barriers()
         from specserve.llm import LLM
 
         return LLM

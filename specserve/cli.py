@@ -15,6 +15,7 @@ import msgspec
 from specserve.errors import SpecserveError
 from specserve.options import EngineOptions, ServeOptions, add_option_arguments
 from specserve.version import __version__
+from specserve.waiting import sleep_at_barriers
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -61,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments[:1] == ["trace"]:
         print("usage: specserve trace export FILE --format jaeger-json -o OUT", file=sys.stderr)
         return 2
+    sleep_at_barriers()
     options = build_parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:

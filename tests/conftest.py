@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from specserve.waiting import sleep_at_barriers
+
+sleep_at_barriers()
+
 # Helpers assert too; rewritten asserts also hold under `python -O`.
 pytest.register_assert_rewrite(
     *(f"tests.{name}" for name in ("build", "engines", "http_server", "otlp_receiver")),
