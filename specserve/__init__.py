@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from specserve.spinning import spin_briefly
 from specserve.version import __version__
-from specserve.waiting import sleep_at_barriers
 
 __all__ = ["LLM", "SamplingParams", "Speculation", "__version__"]
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> object:
     # Lazily: `specserve --help` must not load torch.
     if name == "LLM":
-        sleep_at_barriers()
+        spin_briefly()
         from specserve.llm import LLM
 
         return LLM

@@ -14,8 +14,8 @@ import msgspec
 
 from specserve.errors import SpecserveError
 from specserve.options import EngineOptions, ServeOptions, add_option_arguments
+from specserve.spinning import spin_briefly
 from specserve.version import __version__
-from specserve.waiting import sleep_at_barriers
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments[:1] == ["trace"]:
         print("usage: specserve trace export FILE --format jaeger-json -o OUT", file=sys.stderr)
         return 2
-    sleep_at_barriers()
+    spin_briefly()
     options = build_parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from specserve.waiting import sleep_at_barriers
+from specserve.spinning import spin_briefly
 
-sleep_at_barriers()
+spin_briefly()
 
 # Helpers assert too; rewritten asserts also hold under `python -O`.
 pytest.register_assert_rewrite(
