@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 
@@ -16,6 +16,8 @@ from specserve.errors import SpecserveError
 from specserve.options import EngineOptions, ServeOptions, add_option_arguments
 from specserve.spinning import spin_briefly
 from specserve.version import __version__
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -74,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _options(kind: type[Any], namespace: argparse.Namespace) -> Any:  # one of two Struct types
+def _options(kind: type[S], namespace: argparse.Namespace) -> S:
     names = kind.__struct_fields__
     return msgspec.convert({name: getattr(namespace, name) for name in names}, kind)
 

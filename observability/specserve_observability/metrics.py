@@ -201,7 +201,11 @@ def _counter_families(metrics: Metrics) -> Iterator[Family]:
         finished,
     )
     plain = (
-        ("prompt_tokens", "Prompt tokens of ended sequences.", metrics.num_prompt_tokens),
+        (
+            "prompt_tokens",
+            "Prompt tokens of ended sequences; n sequences of one prompt count it n times.",
+            metrics.num_prompt_tokens,
+        ),
         (
             "prefix_cached_tokens",
             "Prompt tokens of ended sequences found in the prefix cache.",
@@ -283,7 +287,7 @@ def _histogram_families(metrics: Metrics) -> Iterator[Family]:
     single = (
         (
             "time_to_first_token",
-            "Arrival to first token, seconds.",
+            "Arrival in the engine (after tokenization) to first token, seconds.",
             metrics.time_to_first_token,
         ),
         (
@@ -291,7 +295,7 @@ def _histogram_families(metrics: Metrics) -> Iterator[Family]:
             "Time per token after the first (a step's time shared by its tokens), seconds.",
             metrics.inter_token_latency,
         ),
-        ("request_duration", "Arrival to end, seconds.", metrics.request_duration),
+        ("request_duration", "Arrival in the engine to end, seconds.", metrics.request_duration),
         ("queue", "Time a sequence waited, all its stays together, seconds.", metrics.queue),
     )
     for stem, meaning, histogram in single:
