@@ -48,6 +48,7 @@ class Running:
             num_tokens=num_tokens,
             max_draft_tokens=max_draft_tokens if samples else 0,
             samples=samples,
+            is_prefill=len(self.history) - self.kv_len > 1,
             block_table=self.blocks,
             draft_kv_len=self.draft_kv_len,
         )
