@@ -47,8 +47,6 @@ class Built(msgspec.Struct, frozen=True):
     engine: Engine
     model_path: Path
     memory: MemoryReport
-    dtype: str
-    call_sizes: tuple[int, ...]
     drafter_names: tuple[str, ...]
 
 
@@ -56,6 +54,11 @@ class LoadedModel(msgspec.Struct, frozen=True):
     decoder: Decoder
     tokenizer: Tokenizer
     path: Path
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that may be chosen: logits are often padded beyond the tokenizer's."""
+        return min(self.tokenizer.vocab_size, self.decoder.vocab_size)
 
 
 def build_engine(
@@ -83,7 +86,7 @@ def build_engine(
         target.decoder,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
-        vocab_size=min(target.tokenizer.vocab_size, target.decoder.vocab_size),
+        vocab_size=target.vocab_size,
         drafters=drafters,
     )
     engine = Engine(
@@ -93,14 +96,14 @@ def build_engine(
         tokenizer=target.tokenizer,
         limits=Limits.of(
             config,
-            vocab_size=min(target.tokenizer.vocab_size, target.decoder.vocab_size),
+            vocab_size=target.vocab_size,
             eos_ids=target.tokenizer.eos_ids,
             drafters=("none", *names),
         ),
         recorder=recorder
         or Recorder(Metrics(drafters=names, max_draft_tokens=options.max_draft_tokens)),
     )
-    return Built(engine, target.path, memory, dtype, target.decoder.call_sizes, names)
+    return Built(engine, target.path, memory, names)
 
 
 def check_options(options: EngineOptions) -> None:
@@ -187,7 +190,7 @@ def _make_drafters(
             continue
         resources = DrafterResources(
             argument=argument,
-            vocab_size=min(target.tokenizer.vocab_size, target.decoder.vocab_size),
+            vocab_size=target.vocab_size,
             model=drafts.get(argument or ""),
             max_positions=_max_positions(drafts.get(argument or "")),
             num_blocks=config.num_blocks,

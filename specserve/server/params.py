@@ -9,14 +9,14 @@ import re
 
 import msgspec
 
+from specserve.admission import MAX_LOGPROBS, MAX_N
 from specserve.errors import RequestError
 from specserve.server.wire import ChatBody, CompletionBody, GenerationBody
 from specserve.types import SamplingParams, Speculation
 
 MAX_COMPLETION_LOGPROBS = 5
-MAX_TOP_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI; a chat reply may fill the context
-MAX_PARALLEL = 128  # sequences that one request may start: prompts x n
+MAX_PARALLEL = MAX_N  # sequences that one request may start: prompts x n
 
 _DEFAULTS = SamplingParams()
 _TOKEN_ID = re.compile(r"-?\d{1,10}")
@@ -117,9 +117,9 @@ def completion_params(body: CompletionBody) -> SamplingParams:
 
 def chat_params(body: ChatBody) -> SamplingParams:
     top = 0 if body.top_logprobs is None else body.top_logprobs
-    if not 0 <= top <= MAX_TOP_LOGPROBS:
+    if not 0 <= top <= MAX_LOGPROBS:
         raise RequestError(
-            f"top_logprobs is {top}, it must be from 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs"
+            f"top_logprobs is {top}, it must be from 0 to {MAX_LOGPROBS}", param="top_logprobs"
         )
     if top and not body.logprobs:
         raise RequestError(
