@@ -6,27 +6,31 @@ TORCH_INDEX ?=
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: install serve test test-optimized lint format clean
+.PHONY: install native serve test test-optimized lint format clean
 
-install: .venv/.installed
+install: native
 	@$(BIN)/specserve pull demo
 
-.venv/.installed: requirements.lock pyproject.toml
+.venv/.installed: requirements.lock pyproject.toml hatch_build.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v[:2] <= (3, 13) else f"specserve needs Python 3.11 to 3.13, this is {v.major}.{v.minor}: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
+# Compiles what changed of the native kernels; where that fails, the torch path serves and says so.
+native: .venv/.installed
+	-@$(BIN)/python kernels/specserve_kernels/build_native.py
+
 serve: install
 	$(BIN)/specserve serve $(ARGS)
 
 # Without the demo model its tests are skipped and say so, so that a failed pull stops nothing here.
-test: .venv/.installed
+test: native
 	-@$(BIN)/specserve pull demo
 	$(BIN)/python -m pytest $(ARGS)
 
-test-optimized: .venv/.installed
+test-optimized: native
 	-@$(BIN)/specserve pull demo
 	$(BIN)/python -O -m pytest $(ARGS)
 
@@ -40,4 +44,4 @@ format:
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv dist build
+	rm -rf .venv dist build kernels/specserve_kernels/_native
