@@ -23,10 +23,11 @@ class DraftRow(msgspec.Struct, frozen=True, kw_only=True):
     history:     all known tokens, read only; history[i] sits at position i
     num_known:   how many tokens of history the target will have computed after this step. For a
                  prefill chunk it is short of len(history): a drafter with KV may catch up to it
-    max_tokens:  K: the most guesses wanted; 0: none, only catch up
+    max_tokens:  K: the most guesses wanted, nodes of a tree included; 0: none, only catch up
     kv_len:      this drafter's valid KV, a prefix of history
     block_table: block ids; position i is slot i % S of block_table[i // S], in every model's KV.
                  Slots exist for num_known + max_tokens positions
+    width:       the most children a node may have; 1: a chain
     """
 
     seq_id: int
@@ -36,6 +37,7 @@ class DraftRow(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     kv_len: int
     block_table: tuple[int, ...]
+    width: int = 1
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,24 +48,34 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
                A chain is (-1, 0, 1, ...)
     probs:     [len(token_ids), V] fp32, the distribution each guess was drawn from; None: one-hot
     kv_len:    this drafter's valid KV if no guess is accepted, a prefix of history
+    scores:    per guess, what the drafter itself thinks of it: its probability in [0, 1] of being
+               right if its parent is. Raw: the controller calibrates it. Empty: no opinion
     """
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     probs: Tensor | None = None
     kv_len: int = 0
+    scores: tuple[float, ...] = ()
 
 
 NO_DRAFT = Draft()
 
 
-def chain(token_ids: Seq[int], *, probs: Tensor | None = None, kv_len: int = 0) -> Draft:
+def chain(
+    token_ids: Seq[int],
+    *,
+    probs: Tensor | None = None,
+    kv_len: int = 0,
+    scores: Seq[float] = (),
+) -> Draft:
     """A draft without branches: each guess continues the one before."""
     return Draft(
         token_ids=tuple(token_ids),
         parents=tuple(range(-1, len(token_ids) - 1)),
         probs=probs,
         kv_len=kv_len,
+        scores=tuple(scores),
     )
 
 
@@ -80,6 +92,7 @@ def leading(draft: Draft, num_nodes: int) -> Draft:
         parents=draft.parents[:num_nodes],
         probs=None if draft.probs is None else draft.probs[:num_nodes],
         kv_len=draft.kv_len,
+        scores=draft.scores[:num_nodes],
     )
 
 
@@ -89,8 +102,12 @@ def first_chain(draft: Draft) -> Draft:
     for idx, parent in enumerate(draft.parents):
         if parent == (path[-1] if path else -1):
             path.append(idx)
-    probs = None if draft.probs is None else draft.probs[path]
-    return chain([draft.token_ids[idx] for idx in path], probs=probs, kv_len=draft.kv_len)
+    return chain(
+        [draft.token_ids[idx] for idx in path],
+        probs=None if draft.probs is None else draft.probs[path],
+        kv_len=draft.kv_len,
+        scores=[draft.scores[idx] for idx in path] if draft.scores else (),
+    )
 
 
 def fault_of(draft: Draft) -> str | None:
@@ -101,6 +118,8 @@ def fault_of(draft: Draft) -> str | None:
         return f"{len(draft.token_ids)} token ids but {len(draft.parents)} parents"
     if draft.probs is not None and len(draft.probs) != len(draft.token_ids):
         return f"{len(draft.token_ids)} token ids but {len(draft.probs)} rows of probs"
+    if draft.scores and len(draft.scores) != len(draft.token_ids):
+        return f"{len(draft.token_ids)} token ids but {len(draft.scores)} scores"
     for idx, (token_id, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
         if not isinstance(token_id, int) or not isinstance(parent, int):
             return f"guess {idx} has token id {token_id!r} and parent {parent!r}"
@@ -109,8 +128,38 @@ def fault_of(draft: Draft) -> str | None:
     return None
 
 
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step made known about one sequence, before stop conditions.
+
+    start:        position of the first token that the target computed in this step
+    token_ids:    tokens at positions start, start + 1, ...: the known ones that were computed, the
+                  accepted guesses, and last the emitted token that is not computed yet (missing if
+                  the row did not sample)
+    num_computed: how many of token_ids the target computed: all, or all but the last
+    drafter:      whose guesses were verified; "none" if there were none
+    num_drafted, num_accepted: of those guesses
+    hidden:       [num_computed, A, D] fp32: the target's residual stream entering each of the
+                  drafter's `hidden_layers`, at positions start .. start + num_computed - 1; None
+                  for drafters that want none. A view that is good only during observe()
+    """
+
+    seq_id: int
+    request: Request
+    start: int
+    token_ids: tuple[int, ...]
+    num_computed: int
+    drafter: str
+    num_drafted: int
+    num_accepted: int
+    hidden: Tensor | None = None
+
+
 class Drafter(Protocol):
-    """name: as in `--drafters` and in every metric; keeps_kv: wants catch-up rows (K = 0)."""
+    """name: as in `--drafters` and in every metric; keeps_kv: wants catch-up rows (K = 0).
+
+    hidden_layers: layers whose incoming residual stream it wants to see in observe(), where
+                   num_layers of the target means what the last layer puts out. Usually ()
+    """
 
     @property
     def name(self) -> str: ...
@@ -118,12 +167,15 @@ class Drafter(Protocol):
     @property
     def keeps_kv(self) -> bool: ...
 
+    @property
+    def hidden_layers(self) -> tuple[int, ...]: ...
+
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         """One Draft per row, in order."""
         ...
 
-    def observe(self, seq_id: int, token_ids: Seq[int], num_accepted: int) -> None:
-        """What the target chose after the last proposal, and how many guesses that confirmed."""
+    def observe(self, outcomes: Seq[Outcome]) -> None:
+        """What a step made known: every row of it, whoever guessed and prefill chunks included."""
         ...
 
     def forget(self, seq_id: int) -> None:

@@ -21,6 +21,7 @@ from specserve.drafting import (
     Draft,
     Drafter,
     DraftRow,
+    Outcome,
     fault_of,
     first_chain,
     is_chain,
@@ -122,6 +123,7 @@ class ModelRunner:
         logits = self._forward(packed)
         verify_start = time.time()
         results = self._verify(plan.rows, drafts, packed.num_logits, logits)
+        self._observe(plan.rows, results)
         return StepResult(
             rows=tuple(results),
             timings=StepTimings(
@@ -229,8 +231,6 @@ class ModelRunner:
         )
         num_accepted = len(verdict.path)
         self._compact(row, verdict.path)
-        if draft.token_ids:
-            self._observe(row, verdict.token_ids, num_accepted)
         wanted = row.request.params.logprobs
         told: list[TokenLogprobs] = []
         if wanted is not None:
@@ -246,9 +246,14 @@ class ModelRunner:
             drafter=drafter_name,
         )
 
-    def _observe(self, row: RowPlan, token_ids: Seq[int], num_accepted: int) -> None:
-        drafter = self._drafters[row.request.drafter]
-        self._guarded(drafter, partial(drafter.observe, row.seq_id, token_ids, num_accepted))
+    def _observe(self, rows: Seq[RowPlan], results: Seq[RowResult]) -> None:
+        outcomes = [
+            _outcome(row, result)
+            for row, result in zip(rows, results, strict=True)
+            if result.error is None
+        ]
+        for drafter in self._drafters.values():
+            self._guarded(drafter, partial(drafter.observe, outcomes))
 
     def _compact(self, row: RowPlan, path: Seq[int]) -> None:
         """Move the accepted path's KV to where a chain would have it."""
@@ -263,6 +268,20 @@ class ModelRunner:
     def _slot(self, row: RowPlan, index: int) -> int:
         block_id = row.block_table[index // self._block_size]
         return block_id * self._block_size + index % self._block_size
+
+
+def _outcome(row: RowPlan, result: RowResult) -> Outcome:
+    known = row.history[row.start : row.start + row.num_tokens]
+    return Outcome(
+        seq_id=row.seq_id,
+        request=row.request,
+        start=row.start,
+        token_ids=(*known, *result.token_ids),
+        num_computed=row.num_tokens + result.num_accepted,
+        drafter=result.drafter if result.num_draft_tokens else "none",
+        num_drafted=result.num_draft_tokens,
+        num_accepted=result.num_accepted,
+    )
 
 
 def _draft_row(row: RowPlan) -> DraftRow:

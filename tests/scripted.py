@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor
 
-from specserve.drafting import Draft, DraftRow, chain
+from specserve.drafting import Draft, DraftRow, Outcome, chain
 from specserve.kv_cache import KVCache
 from specserve.tokenizer import Tokenizer
 from specserve_kernels.interface import PagedBatch
@@ -153,6 +153,7 @@ class Guesser:
     """Guesses what the script says; `right(i)` tells whether the i-th guess of a step is right."""
 
     keeps_kv = False
+    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, name: str, script: Script, right: Callable[[int], bool]) -> None:
         self.name = name
@@ -169,7 +170,7 @@ class Guesser:
             known.append(token_id if self._right(at) else (token_id + 1) % 256)
         return chain(known[len(row.history) :])
 
-    def observe(self, seq_id: int, token_ids: Seq[int], num_accepted: int) -> None:
+    def observe(self, outcomes: Seq[Outcome]) -> None:
         return
 
     def forget(self, seq_id: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specserve.drafting import NO_DRAFT, Draft, Drafter, DraftRow, chain
+from specserve.drafting import NO_DRAFT, Draft, Drafter, DraftRow, Outcome, chain
 from specserve.errors import ConfigError
 from specserve.types import Request
 from specserve_drafts import DRAFTERS, DrafterResources, parse_drafter_spec, recorded
@@ -66,6 +66,22 @@ def a_draft_row(
     )
 
 
+def an_outcome(
+    history: Seq[int], *, seq_id: int = 0, emitted: Seq[int] = (), drafter: str
+) -> Outcome:
+    """A decode step that computed the last token of history and accepted all of emitted but one."""
+    return Outcome(
+        seq_id=seq_id,
+        request=a_sampling_request(PROMPT, temperature=0.0),
+        start=len(history) - 1,
+        token_ids=(history[-1], *emitted),
+        num_computed=len(emitted),
+        drafter=drafter,
+        num_drafted=len(emitted) - 1,
+        num_accepted=len(emitted) - 1,
+    )
+
+
 # --- what every drafter promises -----------------------------------------------------------------
 
 
@@ -118,7 +134,7 @@ def test_a_row_is_guessed_the_same_alone_and_with_neighbours(drafter: Drafter) -
 
 def test_a_forgotten_sequence_is_guessed_again_from_its_history(drafter: Drafter) -> None:
     (before,) = drafter.propose([a_draft_row()])
-    drafter.observe(0, [2, 3], 1)
+    drafter.observe([an_outcome(PROMPT, emitted=[2, 3], drafter=drafter.name)])
     drafter.forget(0)
     drafter.forget(0)
     drafter.forget(99)

@@ -313,6 +313,7 @@ class RaisingDrafter:
 
     name = "raising"
     keeps_kv = False
+    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -334,7 +335,7 @@ class RaisingDrafter:
             raise ZeroDivisionError("a guesser's own bug")
         return []
 
-    def observe(self, seq_id: int, token_ids: Seq[int], num_accepted: int) -> None:
+    def observe(self, outcomes: Seq[object]) -> None:
         raise ZeroDivisionError("another")
 
     def forget(self, seq_id: int) -> None:

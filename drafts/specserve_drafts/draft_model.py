@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from specserve.drafting import Draft, DraftRow, chain
+from specserve.drafting import Draft, DraftRow, Outcome, chain
 from specserve.errors import ConfigError
 from specserve.models.interface import CausalLM
 from specserve.noise import Purpose
@@ -38,6 +38,7 @@ class _Segment(msgspec.Struct, frozen=True):
 class DraftModelDrafter:
     name = "draft_model"
     keeps_kv = True
+    hidden_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class DraftModelDrafter:
             logits = self._forward(segments, range(len(active)))
         return [_draft(found, kv_len) for found, kv_len in zip(guesses, kv_lens, strict=True)]
 
-    def observe(self, seq_id: int, token_ids: Seq[int], num_accepted: int) -> None:
+    def observe(self, outcomes: Seq[Outcome]) -> None:
         return
 
     def forget(self, seq_id: int) -> None:

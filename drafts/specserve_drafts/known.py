@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from specserve.drafting import NO_DRAFT, Draft, DraftRow, chain
+from specserve.drafting import NO_DRAFT, Draft, DraftRow, Outcome, chain
 from specserve.errors import ConfigError
 from specserve.noise import Noise, Purpose
 from specserve_drafts.resources import DrafterResources, Truth, need_truth, refuse_argument
@@ -23,6 +23,7 @@ class KnowingDrafter:
     """
 
     keeps_kv = False
+    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, name: str, truth: Truth, rates: Seq[float], vocab_size: int) -> None:
         self.name = name
@@ -47,7 +48,7 @@ class KnowingDrafter:
             guesses.append(right if u < rate else (right + 1) % self._vocab_size)
         return chain(guesses)
 
-    def observe(self, seq_id: int, token_ids: Seq[int], num_accepted: int) -> None:
+    def observe(self, outcomes: Seq[Outcome]) -> None:
         return
 
     def forget(self, seq_id: int) -> None:

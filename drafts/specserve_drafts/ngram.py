@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Final
 
-from specserve.drafting import NO_DRAFT, Draft, DraftRow, chain
+from specserve.drafting import NO_DRAFT, Draft, DraftRow, Outcome, chain
 from specserve_drafts.resources import DrafterResources, refuse_argument
 from specserve_drafts.scripted import wants_guesses
 
@@ -44,6 +44,7 @@ class _Index:
 class NgramDrafter:
     name = "ngram"
     keeps_kv = False
+    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self._indexes: dict[int, _Index] = {}  # by seq_id
@@ -65,7 +66,7 @@ class NgramDrafter:
             guesses.append(guesses[-period])
         return chain(guesses)
 
-    def observe(self, seq_id: int, token_ids: Seq[int], num_accepted: int) -> None:
+    def observe(self, outcomes: Seq[Outcome]) -> None:
         return  # history says it all
 
     def forget(self, seq_id: int) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from specserve.drafting import NO_DRAFT, Draft, DraftRow
+from specserve.drafting import NO_DRAFT, Draft, DraftRow, Outcome
 from specserve_drafts.resources import DrafterResources, refuse_argument
 
 
 class NoDrafter:
     name = "none"
     keeps_kv = False
+    hidden_layers: tuple[int, ...] = ()
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         return [NO_DRAFT] * len(rows)
 
-    def observe(self, seq_id: int, token_ids: Seq[int], num_accepted: int) -> None:
+    def observe(self, outcomes: Seq[Outcome]) -> None:
         return
 
     def forget(self, seq_id: int) -> None:

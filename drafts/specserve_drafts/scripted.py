@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from specserve.drafting import NO_DRAFT, Draft, DraftRow, leading
+from specserve.drafting import NO_DRAFT, Draft, DraftRow, Outcome, leading
 from specserve.errors import ConfigError
 from specserve_drafts.resources import DrafterResources, Script, refuse_argument
 
@@ -12,6 +12,7 @@ from specserve_drafts.resources import DrafterResources, Script, refuse_argument
 class ScriptedDrafter:
     name = "scripted"
     keeps_kv = False
+    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -23,7 +24,7 @@ class ScriptedDrafter:
             for row in rows
         ]
 
-    def observe(self, seq_id: int, token_ids: Seq[int], num_accepted: int) -> None:
+    def observe(self, outcomes: Seq[Outcome]) -> None:
         return
 
     def forget(self, seq_id: int) -> None:
