@@ -104,7 +104,7 @@ def test_what_does_not_compile_is_said_and_leaves_the_old_library_whole(package:
     library = build_native.build(package)
     before = library.read_bytes()
     (package / "native" / "answer.cpp").write_text("int answer( { }\n")
-    with pytest.raises(build_native.BuildError, match="answer.cpp"):
+    with pytest.raises(build_native.BuildError, match=r"answer\.cpp"):
         build_native.build(package)
     assert library.read_bytes() == before
     assert [path.name for path in library.parent.glob(".*")] == []
