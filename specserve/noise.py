@@ -1,6 +1,7 @@
 """Counter-based noise: every random number is a pure function of what it is for.
 
-The key is (request seed, absolute position, purpose) and the index is the token id; Philox turns
+The key is (request seed, absolute position, purpose) and the index is the token id (for guesses and
+their tests the position is that of the step, with the place in the draft: `at_node`); Philox turns
 them into bits, so no generator has a state that a cancelled neighbour, a preemption or a different
 draft length could move. Purposes are separate streams: a guess, the test that accepts it and the
 draw after a rejection must be independent, or the law of the output is bent.
@@ -44,6 +45,22 @@ class Purpose(IntEnum):
     DRAFT = 1  # guesses that are accepted by a test, not by equality
     ACCEPT = 2  # that test
     RESIDUAL = 3  # the token after a failed test
+
+
+_NODE_SHIFT: Final = 40  # far above any position
+
+
+def at_node(base: int, node: int) -> int:
+    """The `position` of a draw that belongs to one place of one step's draft.
+
+    base: the position of the step's first guess, which no two steps of a request share
+    node: which place of the draft; 0 to 2^23 - 1
+
+    DRAFT and ACCEPT draws need it wherever a verdict may have looked at noise of later positions or
+    of other branches and thrown it away: what has been looked at is no longer random, so the next
+    step must not meet it again at the same absolute position.
+    """
+    return base + (node << _NODE_SHIFT)
 
 
 def gumbel_of(uniform: F64) -> F64:

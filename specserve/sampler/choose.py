@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.noise import Floats, Ids, Noise, Purpose, race
+from specserve.noise import Floats, Ids, Noise, Purpose, at_node, race
 from specserve.sampler.pipeline import best_first, mass, num_in_nucleus, process_row, tempered
 from specserve.sampler.rows import LogitsRow, RowError, as_rows, best_logit, edited
 from specserve.types import SamplingParams, TokenLogprobs
@@ -181,7 +181,7 @@ def _sampled(
     token_id = race(
         weights,
         seed=row.request.seed,
-        position=row.position,
+        position=at_node(len(row.history), len(row.draft_prefix)),
         purpose=Purpose.DRAFT,
         noise=noise,
     )
