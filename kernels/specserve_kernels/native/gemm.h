@@ -21,10 +21,14 @@ enum class Epilogue : int32_t {
                // out[m, j] = silu(gate[m, j]) * up[m, j], so out has n / 2 columns
 };
 
-constexpr int64_t COLUMN_TILE = 16;  // column ranges of a call are multiples of it
+// Column ranges of a call start and end at multiples of it (the end may also be n); with SWIGLU at
+// multiples of twice it, so that a gate is in the same call as its up.
+constexpr int64_t COLUMN_TILE = 16;
 
 // A weight [n, k] packed by pack(). One packed layout per dtype, the same for every instruction
-// set, so that a packed file can be moved between machines.
+// set, so that a packed file can be moved between machines. Packing consecutive slices of 16 rows
+// one by one gives the bytes of packing them together: Q, K and V (or slices on several threads)
+// may be packed one behind the other, gate and up in turns.
 struct Weight {
   DType dtype;
   int64_t n, k;          // as the model has them; the packed form pads n to 16 and k to 64
@@ -33,13 +37,16 @@ struct Weight {
   const float* bias;     // [n] or nullptr
 };
 
+// k is at most 65,536 for I8 (int32 sums).
 size_t packed_bytes(DType dtype, int64_t n, int64_t k);
 // src [n, k] row-major f32 -> dst; scales [n] is written for I8: amax / 127, symmetric.
 void pack(DType dtype, int64_t n, int64_t k, const float* src, void* dst, float* scales);
 
 // Rows in the form their gemm reads: int8 with one scale per row (amax / 127, round to nearest
-// even), or bf16 (round to nearest even), or f32. k is padded with zeros.
+// even), or bf16 (round to nearest even), or f32. k is padded with zeros. An int8 row of zeros (or
+// all below 2^-120) has scale 0; one with NaN or Inf has scale NaN, which makes its outputs NaN.
 size_t prepared_bytes(DType dtype, int64_t num_rows, int64_t k);
+// `prepared` is 64-byte aligned. Whoever prepares the last row also zeroes the padding behind it.
 // Prepare rows row_begin..row_end of x [num_rows, k] (leading dimension ldx) into `prepared`.
 void prepare(DType dtype, int64_t num_rows, int64_t row_begin, int64_t row_end, int64_t k,
              const float* x, int64_t ldx, void* prepared, float* row_scales);

@@ -1,0 +1,247 @@
+// What every instruction set does with the same bits: preparing rows, and finishing a tile.
+//
+// Compiled once per instruction set, so everything is in an anonymous namespace (a shared inline
+// function would be merged by the linker, and AVX-512 code would run on an AVX2 machine). Loops
+// over 16 lanes use only +, *, / and integer operations, each rounded on its own, so the compiler
+// may vectorise them as it likes and no bit depends on the vector length or on the lane.
+#pragma once
+#include <cstring>
+
+#include "gemm_kernels.h"
+
+namespace specserve {
+namespace {
+
+constexpr int LANES = 16;
+// 1.5 * 2^23: adding it to |v| < 2^22 rounds v to an integer, ties to even, in the low bits.
+constexpr float ROUNDER = 12582912.0f;
+constexpr int32_t ROUNDER_BITS = 0x4b400000;
+// Rows whose largest entry is below 2^-120 count as zero: 127 / amax would overflow.
+constexpr int32_t SMALLEST_AMAX_BITS = 0x03800000;
+constexpr int32_t INFINITY_BITS = 0x7f800000;
+
+inline int32_t bits_of(float value) {
+  int32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline float float_of(int32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// How a row becomes int8: q = round(x * inverse), and x is about q * scale.
+struct RowScale {
+  float scale, inverse;
+};
+
+inline RowScale row_scale(const float* x, int64_t k) {
+  int32_t largest = 0;  // magnitudes of floats order like integers, NaN and Inf on top
+  for (int64_t i = 0; i < k; ++i) {
+    const int32_t magnitude = bits_of(x[i]) & 0x7fffffff;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  // A row with NaN or Inf: zeros times a NaN scale, so that every output of it is NaN.
+  if (largest >= INFINITY_BITS) return {float_of(0x7fc00000), 0.0f};
+  if (largest < SMALLEST_AMAX_BITS) return {0.0f, 0.0f};
+  const float amax = float_of(largest);
+  return {amax / 127.0f, 127.0f / amax};
+}
+
+inline void quantise64(const float* x, float inverse, int8_t* q) {
+  for (int i = 0; i < 64; ++i) {
+    q[i] = static_cast<int8_t>(bits_of(x[i] * inverse + ROUNDER) - ROUNDER_BITS);
+  }
+}
+
+// One row to int8, in blocks of 64 that lie `block_stride` bytes apart. Returns the scale.
+inline float quantise_row(const float* x, int64_t k, int8_t* q, int64_t block_stride) {
+  const RowScale by = row_scale(x, k);
+  const int64_t num_whole = k / 64;
+  if (by.inverse == 0.0f) {
+    for (int64_t b = 0; b < round_up(k, 64) / 64; ++b) std::memset(q + b * block_stride, 0, 64);
+    return by.scale;
+  }
+  for (int64_t b = 0; b < num_whole; ++b) quantise64(x + b * 64, by.inverse, q + b * block_stride);
+  if (k % 64 != 0) {
+    alignas(64) float tail[64] = {};
+    std::memcpy(tail, x + num_whole * 64, static_cast<size_t>(k % 64) * sizeof(float));
+    quantise64(tail, by.inverse, q + num_whole * block_stride);
+  }
+  return by.scale;
+}
+
+// Round to nearest even; NaN stays NaN (its payload is cut, its quiet bit is set).
+inline uint16_t to_bf16(float value) {
+  const uint32_t bits = static_cast<uint32_t>(bits_of(value));
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t quiet_nan = (bits >> 16) | 0x40u;
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
+}
+
+inline void to_bf16_row(const float* x, int64_t k, uint16_t* dst, int64_t block_stride) {
+  for (int64_t begin = 0; begin < round_up(k, 64); begin += 32) {
+    uint16_t* block = dst + begin / 32 * block_stride;
+    if (begin + 32 <= k) {
+      for (int i = 0; i < 32; ++i) block[i] = to_bf16(x[begin + i]);
+      continue;
+    }
+    for (int64_t i = 0; i < 32; ++i) block[i] = begin + i < k ? to_bf16(x[begin + i]) : 0;
+  }
+}
+
+inline int64_t padded_rows_end(const PrepareRows& p) {
+  return p.row_end == p.num_rows ? round_up(p.num_rows, 16) : p.row_end;
+}
+
+void prepare_i8(const PrepareRows& p) {
+  const int64_t num_blocks = round_up(p.k, 64) / 64;
+  int8_t* prepared = static_cast<int8_t*>(p.prepared);
+  for (int64_t m = p.row_begin; m < padded_rows_end(p); ++m) {
+    int8_t* row = prepared + (m / 16 * num_blocks * 16 + m % 16) * 64;
+    if (m < p.row_end) {
+      p.row_scales[m] = quantise_row(p.x + m * p.ldx, p.k, row, TILE_BYTES);
+      continue;
+    }
+    for (int64_t b = 0; b < num_blocks; ++b) std::memset(row + b * TILE_BYTES, 0, 64);
+  }
+}
+
+void prepare_bf16(const PrepareRows& p) {
+  const int64_t num_blocks = round_up(p.k, 64) / 32;
+  uint16_t* prepared = static_cast<uint16_t*>(p.prepared);
+  for (int64_t m = p.row_begin; m < padded_rows_end(p); ++m) {
+    uint16_t* row = prepared + (m / 16 * num_blocks * 16 + m % 16) * 32;
+    const bool real = m < p.row_end;
+    to_bf16_row(real ? p.x + m * p.ldx : nullptr, real ? p.k : 0, row, TILE_BYTES / 2);
+    if (real) continue;
+    for (int64_t b = 0; b < num_blocks; ++b) std::memset(row + b * TILE_BYTES / 2, 0, 64);
+  }
+}
+
+void prepare_f32(const PrepareRows& p) {
+  const int64_t padded = round_up(p.k, 64);
+  float* prepared = static_cast<float*>(p.prepared);
+  for (int64_t m = p.row_begin; m < padded_rows_end(p); ++m) {
+    const int64_t num_real = m < p.row_end ? p.k : 0;
+    float* row = prepared + m * padded;
+    if (num_real > 0) std::memcpy(row, p.x + m * p.ldx, static_cast<size_t>(num_real) * 4);
+    std::memset(row + num_real, 0, static_cast<size_t>(padded - num_real) * 4);
+  }
+}
+
+// exp(x), within 2 ulp, with plain multiplications and additions: x = n ln 2 + r,
+// |r| <= ln 2 / 2 (Cody and Waite's split of ln 2), a polynomial of degree 7 (Taylor: its rest is
+// below 2^-27), and 2^n in two factors so that overflow gives Inf and underflow goes through
+// subnormals to 0.
+inline float exponential(float x) {
+  const float clamped = x > 110.0f ? 110.0f : (x < -110.0f ? -110.0f : x);  // NaN passes
+  const float shifted = clamped * 1.44269504f + ROUNDER;
+  const int32_t n = bits_of(shifted) - ROUNDER_BITS;
+  const float whole = shifted - ROUNDER;
+  const float r = (clamped - whole * 0.693359375f) - whole * -2.12194440e-4f;
+  float p = 1.0f / 5040.0f;
+  p = p * r + 1.0f / 720.0f;
+  p = p * r + 1.0f / 120.0f;
+  p = p * r + 1.0f / 24.0f;
+  p = p * r + 1.0f / 6.0f;
+  p = p * r + 0.5f;
+  p = p * (r * r) + r;
+  p = p + 1.0f;
+  const int32_t half = n >> 1;
+  const float low = float_of((half + 127) << 23), high = float_of((n - half + 127) << 23);
+  return p * low * high;
+}
+
+inline float silu(float x) { return x / (1.0f + exponential(-x)); }
+
+// Scales and bias of one column tile, padded to 16 lanes.
+struct ColumnTile {
+  alignas(64) float scales[LANES];
+  alignas(64) float bias[LANES];
+  int64_t first;  // column
+  int num_valid;
+};
+
+inline ColumnTile column_tile(const Weight& w, int64_t tile) {
+  ColumnTile c;
+  c.first = tile * LANES;
+  const int64_t left = w.n - c.first;
+  c.num_valid = left < LANES ? static_cast<int>(left) : LANES;
+  const size_t bytes = static_cast<size_t>(c.num_valid) * sizeof(float);
+  if (c.num_valid < LANES) std::memset(&c, 0, sizeof c.scales + sizeof c.bias);
+  if (w.dtype == DType::I8) std::memcpy(c.scales, w.scales + c.first, bytes);
+  if (w.bias != nullptr) std::memcpy(c.bias, w.bias + c.first, bytes);
+  return c;
+}
+
+// The 16 values of one row from its sums: the one formula of every instruction set.
+inline void tile_values(const Product& p, const ColumnTile& c, int64_t m, const int32_t* sums,
+                        float* v) {
+  const float scale = p.row_scales[m];
+  for (int j = 0; j < LANES; ++j) {
+    v[j] = static_cast<float>(sums[j]) * scale * c.scales[j];
+  }
+  if (p.weight->bias == nullptr) return;
+  for (int j = 0; j < LANES; ++j) v[j] += c.bias[j];
+}
+
+inline void tile_values(const Product& p, const ColumnTile& c, int64_t, const float* sums,
+                        float* v) {
+  if (p.weight->bias == nullptr) {
+    std::memcpy(v, sums, LANES * sizeof(float));
+    return;
+  }
+  for (int j = 0; j < LANES; ++j) v[j] = sums[j] + c.bias[j];
+}
+
+// Finish rows m..m+num_rows of `num_tiles` neighbouring column tiles.
+// sums: the sums of row r of tile t start at sums[t * tile_stride + r * LANES].
+template <typename Sum>
+inline void finish(const Product& p, const ColumnTile* columns, int num_tiles, int64_t m,
+                   int num_rows, const Sum* sums, int tile_stride) {
+  alignas(64) float v[LANES], up[LANES];
+  if (p.epilogue == Epilogue::SWIGLU) {
+    for (int t = 0; t + 1 < num_tiles; t += 2) {
+      const int64_t column = columns[t].first / 2;
+      for (int r = 0; r < num_rows; ++r) {
+        const Sum* gate_sums = sums + t * tile_stride + r * LANES;
+        tile_values(p, columns[t], m + r, gate_sums, v);
+        tile_values(p, columns[t + 1], m + r, gate_sums + tile_stride, up);
+        float* out = p.out + (m + r) * p.ldo + column;
+        for (int j = 0; j < LANES; ++j) out[j] = silu(v[j]) * up[j];
+      }
+    }
+    return;
+  }
+  for (int t = 0; t < num_tiles; ++t) {
+    const ColumnTile& c = columns[t];
+    const bool add = p.epilogue == Epilogue::ADD;
+    for (int r = 0; r < num_rows; ++r) {
+      tile_values(p, c, m + r, sums + t * tile_stride + r * LANES, v);
+      float* out = p.out + (m + r) * p.ldo + c.first;
+      if (c.num_valid < LANES) {
+        for (int j = 0; j < c.num_valid; ++j) out[j] = add ? out[j] + v[j] : v[j];
+      } else if (add) {
+        for (int j = 0; j < LANES; ++j) out[j] += v[j];
+      } else {
+        std::memcpy(out, v, sizeof v);
+      }
+    }
+  }
+}
+
+inline int64_t packed_tile_bytes(DType dtype, int64_t k) {
+  const int64_t padded = round_up(k, 64);
+  if (dtype == DType::I8) return padded * LANES + SUMS_BYTES;
+  return padded * LANES * (dtype == DType::BF16 ? 2 : 4);
+}
+
+}  // namespace
+}  // namespace specserve
