@@ -1,4 +1,4 @@
-// build[x86_64]: -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mamx-tile -mamx-int8 -mamx-bf16
+// build[x86_64]: -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mamx-tile -mamx-int8 -mamx-bf16 -Wno-maybe-uninitialized
 // AMX: 16 x 16 outputs per tile register, 1 KiB of weights per instruction, int8 and bf16.
 //
 // A panel of column tiles is multiplied with all rows before the next is touched, so weights stream
@@ -134,7 +134,7 @@ struct Panel {
     if (next + NT * tile_bytes < end) end = next + NT * tile_bytes;
     Prefetch prefetch{next, end, (NT * 16 + num_blocks - 1) / num_blocks};
     ColumnTile column_tiles[NT];
-    for (int t = 0; t < NT; ++t) column_tiles[t] = column_tile(*p.weight, tile + t);
+    for (int t = 0; t < NT; ++t) fill(column_tiles[t], *p.weight, tile + t);
     int64_t row_tile = 0;
     if constexpr (NT <= 2) {
       for (; row_tile + 2 <= num_row_tiles; row_tile += 2) {

@@ -163,7 +163,7 @@ template <typename Dot, int T>
 inline void panel(const Product& p, int64_t tile, int64_t tile_bytes) {
   const char* w = static_cast<const char*>(p.weight->packed) + tile * tile_bytes;
   ColumnTile columns[T];
-  for (int t = 0; t < T; ++t) columns[t] = column_tile(*p.weight, tile + t);
+  for (int t = 0; t < T; ++t) fill(columns[t], *p.weight, tile + t);
   int64_t m = 0;
   for (; m + 2 <= p.num_rows; m += 2) rows<Dot, 2, T>(p, m, w, tile_bytes, columns);
   for (; m < p.num_rows; ++m) rows<Dot, 1, T>(p, m, w, tile_bytes, columns);

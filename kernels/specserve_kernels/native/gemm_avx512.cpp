@@ -1,4 +1,4 @@
-// build[x86_64]: -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma
+// build[x86_64]: -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -Wno-maybe-uninitialized
 // AVX-512: 16 columns per register; int8 by VNNI.
 //
 // A block of rows times a few column tiles stays in registers over all of k. dpbusd multiplies
@@ -133,7 +133,7 @@ template <typename Dot, int T>
 inline void panel(const Product& p, int64_t tile, int64_t tile_bytes) {
   const char* w = static_cast<const char*>(p.weight->packed) + tile * tile_bytes;
   ColumnTile columns[T];
-  for (int t = 0; t < T; ++t) columns[t] = column_tile(*p.weight, tile + t);
+  for (int t = 0; t < T; ++t) fill(columns[t], *p.weight, tile + t);
   int64_t m = 0;
   for (; m + 4 <= p.num_rows; m += 4) rows<Dot, 4, T>(p, m, w, tile_bytes, columns);
   for (; m + 2 <= p.num_rows; m += 2) rows<Dot, 2, T>(p, m, w, tile_bytes, columns);

@@ -100,7 +100,7 @@ inline int64_t padded_rows_end(const PrepareRows& p) {
   return p.row_end == p.num_rows ? round_up(p.num_rows, 16) : p.row_end;
 }
 
-void prepare_i8(const PrepareRows& p) {
+inline void prepare_i8(const PrepareRows& p) {
   const int64_t num_blocks = round_up(p.k, 64) / 64;
   int8_t* prepared = static_cast<int8_t*>(p.prepared);
   for (int64_t m = p.row_begin; m < padded_rows_end(p); ++m) {
@@ -113,7 +113,7 @@ void prepare_i8(const PrepareRows& p) {
   }
 }
 
-void prepare_bf16(const PrepareRows& p) {
+inline void prepare_bf16(const PrepareRows& p) {
   const int64_t num_blocks = round_up(p.k, 64) / 32;
   uint16_t* prepared = static_cast<uint16_t*>(p.prepared);
   for (int64_t m = p.row_begin; m < padded_rows_end(p); ++m) {
@@ -125,7 +125,7 @@ void prepare_bf16(const PrepareRows& p) {
   }
 }
 
-void prepare_f32(const PrepareRows& p) {
+inline void prepare_f32(const PrepareRows& p) {
   const int64_t padded = round_up(p.k, 64);
   float* prepared = static_cast<float*>(p.prepared);
   for (int64_t m = p.row_begin; m < padded_rows_end(p); ++m) {
@@ -136,103 +136,110 @@ void prepare_f32(const PrepareRows& p) {
   }
 }
 
-// exp(x), within 2 ulp, with plain multiplications and additions: x = n ln 2 + r,
+// 16 lanes (a vector extension of gcc and clang: split where registers are shorter). Passed by
+// reference only, since the calling convention of long vectors depends on the instruction set.
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+
+// x = exp(x), within 2 ulp, with plain multiplications and additions: x = n ln 2 + r,
 // |r| <= ln 2 / 2 (Cody and Waite's split of ln 2), a polynomial of degree 7 (Taylor: its rest is
 // below 2^-27), and 2^n in two factors so that overflow gives Inf and underflow goes through
-// subnormals to 0.
-inline float exponential(float x) {
-  const float clamped = x > 110.0f ? 110.0f : (x < -110.0f ? -110.0f : x);  // NaN passes
-  const float shifted = clamped * 1.44269504f + ROUNDER;
-  const int32_t n = bits_of(shifted) - ROUNDER_BITS;
-  const float whole = shifted - ROUNDER;
-  const float r = (clamped - whole * 0.693359375f) - whole * -2.12194440e-4f;
-  float p = 1.0f / 5040.0f;
-  p = p * r + 1.0f / 720.0f;
+// subnormals to 0. NaN stays NaN: both comparisons with it are false.
+inline void exponential(Floats& x) {
+  constexpr float BOUND = 110.0f;
+  const Ints above = x > BOUND, below = x < -BOUND;
+  const Floats bound = Floats{} + BOUND, minus_bound = Floats{} - BOUND;
+  x = (Floats)((above & (Ints)bound) | (below & (Ints)minus_bound) | (~(above | below) & (Ints)x));
+  const Floats shifted = x * 1.44269504f + ROUNDER;
+  const Ints n = (Ints)shifted - ROUNDER_BITS;
+  const Floats whole = shifted - ROUNDER;
+  const Floats r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
+  Floats p = r * (1.0f / 5040.0f) + 1.0f / 720.0f;
   p = p * r + 1.0f / 120.0f;
   p = p * r + 1.0f / 24.0f;
   p = p * r + 1.0f / 6.0f;
   p = p * r + 0.5f;
   p = p * (r * r) + r;
   p = p + 1.0f;
-  const int32_t half = n >> 1;
-  const float low = float_of((half + 127) << 23), high = float_of((n - half + 127) << 23);
-  return p * low * high;
+  const Ints half = n >> 1;
+  x = p * (Floats)((half + 127) << 23) * (Floats)((n - half + 127) << 23);
 }
 
-inline float silu(float x) { return x / (1.0f + exponential(-x)); }
+// gate = silu(gate) * up
+inline void swiglu(Floats& gate, const Floats& up) {
+  Floats e = -gate;
+  exponential(e);
+  gate = gate / (1.0f + e) * up;
+}
 
 // Scales and bias of one column tile, padded to 16 lanes.
 struct ColumnTile {
-  alignas(64) float scales[LANES];
-  alignas(64) float bias[LANES];
+  Floats scales, bias;
   int64_t first;  // column
   int num_valid;
 };
 
-inline ColumnTile column_tile(const Weight& w, int64_t tile) {
-  ColumnTile c;
+inline void fill(ColumnTile& c, const Weight& w, int64_t tile) {
   c.first = tile * LANES;
   const int64_t left = w.n - c.first;
   c.num_valid = left < LANES ? static_cast<int>(left) : LANES;
+  c.scales = c.bias = Floats{};
   const size_t bytes = static_cast<size_t>(c.num_valid) * sizeof(float);
-  if (c.num_valid < LANES) std::memset(&c, 0, sizeof c.scales + sizeof c.bias);
-  if (w.dtype == DType::I8) std::memcpy(c.scales, w.scales + c.first, bytes);
-  if (w.bias != nullptr) std::memcpy(c.bias, w.bias + c.first, bytes);
-  return c;
+  if (w.dtype == DType::I8) std::memcpy(&c.scales, w.scales + c.first, bytes);
+  if (w.bias != nullptr) std::memcpy(&c.bias, w.bias + c.first, bytes);
 }
 
 // The 16 values of one row from its sums: the one formula of every instruction set.
 inline void tile_values(const Product& p, const ColumnTile& c, int64_t m, const int32_t* sums,
-                        float* v) {
-  const float scale = p.row_scales[m];
-  for (int j = 0; j < LANES; ++j) {
-    v[j] = static_cast<float>(sums[j]) * scale * c.scales[j];
-  }
-  if (p.weight->bias == nullptr) return;
-  for (int j = 0; j < LANES; ++j) v[j] += c.bias[j];
+                        Floats& v) {
+  Ints exact;
+  std::memcpy(&exact, sums, sizeof exact);
+  v = __builtin_convertvector(exact, Floats) * p.row_scales[m] * c.scales;
+  if (p.weight->bias != nullptr) v += c.bias;
 }
 
 inline void tile_values(const Product& p, const ColumnTile& c, int64_t, const float* sums,
-                        float* v) {
-  if (p.weight->bias == nullptr) {
-    std::memcpy(v, sums, LANES * sizeof(float));
-    return;
-  }
-  for (int j = 0; j < LANES; ++j) v[j] = sums[j] + c.bias[j];
+                        Floats& v) {
+  std::memcpy(&v, sums, sizeof v);
+  if (p.weight->bias != nullptr) v += c.bias;
 }
 
-// Finish rows m..m+num_rows of `num_tiles` neighbouring column tiles.
+inline void add_to(const float* out, Floats& v) {
+  Floats before;
+  std::memcpy(&before, out, sizeof before);
+  v = before + v;
+}
+
+// Finish rows m..m+num_rows of `num_tiles` neighbouring column tiles (an even number for SWIGLU).
 // sums: the sums of row r of tile t start at sums[t * tile_stride + r * LANES].
 template <typename Sum>
 inline void finish(const Product& p, const ColumnTile* columns, int num_tiles, int64_t m,
                    int num_rows, const Sum* sums, int tile_stride) {
-  alignas(64) float v[LANES], up[LANES];
+  Floats v, up;
   if (p.epilogue == Epilogue::SWIGLU) {
     for (int t = 0; t + 1 < num_tiles; t += 2) {
-      const int64_t column = columns[t].first / 2;
       for (int r = 0; r < num_rows; ++r) {
         const Sum* gate_sums = sums + t * tile_stride + r * LANES;
         tile_values(p, columns[t], m + r, gate_sums, v);
         tile_values(p, columns[t + 1], m + r, gate_sums + tile_stride, up);
-        float* out = p.out + (m + r) * p.ldo + column;
-        for (int j = 0; j < LANES; ++j) out[j] = silu(v[j]) * up[j];
+        swiglu(v, up);
+        std::memcpy(p.out + (m + r) * p.ldo + columns[t].first / 2, &v, sizeof v);
       }
     }
     return;
   }
+  const bool add = p.epilogue == Epilogue::ADD;
   for (int t = 0; t < num_tiles; ++t) {
     const ColumnTile& c = columns[t];
-    const bool add = p.epilogue == Epilogue::ADD;
     for (int r = 0; r < num_rows; ++r) {
       tile_values(p, c, m + r, sums + t * tile_stride + r * LANES, v);
       float* out = p.out + (m + r) * p.ldo + c.first;
-      if (c.num_valid < LANES) {
-        for (int j = 0; j < c.num_valid; ++j) out[j] = add ? out[j] + v[j] : v[j];
-      } else if (add) {
-        for (int j = 0; j < LANES; ++j) out[j] += v[j];
-      } else {
-        std::memcpy(out, v, sizeof v);
+      if (c.num_valid == LANES) {
+        if (add) add_to(out, v);
+        std::memcpy(out, &v, sizeof v);
+        continue;
       }
+      for (int j = 0; j < c.num_valid; ++j) out[j] = add ? out[j] + v[j] : v[j];
     }
   }
 }

@@ -26,7 +26,7 @@ inline void each_tile(const Product& p, Multiply multiply) {
     const int num_tiles = tile + 1 < p.tile_end ? 2 : 1;
     const char* w = static_cast<const char*>(p.weight->packed) + tile * tile_bytes;
     ColumnTile columns[2];
-    for (int t = 0; t < num_tiles; ++t) columns[t] = column_tile(*p.weight, tile + t);
+    for (int t = 0; t < num_tiles; ++t) fill(columns[t], *p.weight, tile + t);
     for (int64_t m = 0; m < p.num_rows; ++m) {
       alignas(64) Sum sums[2 * LANES] = {};
       for (int t = 0; t < num_tiles; ++t) multiply(m, w + t * tile_bytes, sums + t * LANES);
