@@ -125,14 +125,15 @@ class BlockPool:
         for block_id in block_ids:
             self._filled_by[block_id].add(drafter)
 
-    def num_filled(self, block_ids: Iterable[int], drafter: str) -> int:
-        """How many blocks, from the first on, this drafter has filled."""
-        count = 0
-        for block_id in block_ids:
-            if drafter not in self._filled_by[block_id]:
+    def num_filled(self, block_ids: Seq[int]) -> dict[str, int]:
+        """By drafter: how many blocks, from the first on, it has filled; missing if none."""
+        counts: dict[str, int] = {}
+        for count, block_id in enumerate(block_ids):
+            still = [name for name in self._filled_by[block_id] if counts.get(name, 0) == count]
+            if not still:
                 break
-            count += 1
-        return count
+            counts.update(dict.fromkeys(still, count + 1))
+        return counts
 
     def _evict_oldest(self) -> None:
         block_id, _ = self._cached.popitem(last=False)

@@ -20,6 +20,7 @@ from specserve.models.config import parse_model_config
 from specserve.models.decoder import Decoder
 from specserve.options import EngineOptions
 from specserve.runner import ModelRunner
+from specserve.speculation.speculator import Speculator
 from specserve.tokenizer import Tokenizer, check_same_vocabulary
 from specserve.weights import load_weights, read_config, resolve_model
 from specserve_drafts import DRAFTERS, DrafterResources, parse_drafter_spec
@@ -87,7 +88,7 @@ def build_engine(
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         vocab_size=target.vocab_size,
-        drafters=drafters,
+        speculator=Speculator(drafters, vocab_size=target.vocab_size),
     )
     engine = Engine(
         model_name=model_name or options.model,

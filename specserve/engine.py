@@ -241,7 +241,7 @@ class Engine:
             why = f"its output could not be processed: {type(error).__name__}"
             self._finish(live, [], None, "error", error=why)
             return None
-        self._scheduler.commit_row(row, kept, row_result.draft_kv_len)
+        self._scheduler.commit_row(row, kept, row_result.draft_kv_lens)
         if stop is not None:
             self._finish(live, kept, row_result, stop.finish_reason, stop_reason=stop.stop_reason)
         elif kept:

@@ -9,6 +9,7 @@ takes a block that a token needs, preempts nobody, and evicts no reusable prefix
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 import msgspec
@@ -172,12 +173,14 @@ class Scheduler:
             samples=seq.num_computed_tokens + row.num_tokens == seq.num_tokens,
             is_prefill=not seq.is_decoding,
             block_table=tuple(seq.block_table),
-            draft_kv_len=seq.draft_kv_len,
+            draft_kv_lens=dict(seq.draft_kv_lens),
         )
 
     # ---- commit --------------------------------------------------------------------------
 
-    def commit_row(self, row: RowPlan, token_ids: Seq[int], draft_kv_len: int) -> None:
+    def commit_row(
+        self, row: RowPlan, token_ids: Seq[int], draft_kv_lens: Mapping[str, int]
+    ) -> None:
         """Append what survived the stop conditions, and keep exactly the KV that is valid.
 
         token_ids: emitted and kept; all but the last have KV (they were accepted guesses).
@@ -187,10 +190,13 @@ class Scheduler:
             return
         seq.token_ids.extend(token_ids)
         seq.num_computed_tokens = row.start + row.num_tokens + max(0, len(token_ids) - 1)
-        seq.draft_kv_len = min(draft_kv_len, seq.num_computed_tokens)
+        filled_before = seq.draft_kv_lens
+        seq.draft_kv_lens = {
+            name: min(kv_len, seq.num_computed_tokens) for name, kv_len in draft_kv_lens.items()
+        }
         self._trim(seq)
         if self.config.enable_prefix_caching:
-            self._register(seq, row.start)
+            self._register(seq, row.start, filled_before)
 
     def _trim(self, seq: Sequence) -> None:
         """Return the blocks that only rejected guesses used."""
@@ -199,13 +205,17 @@ class Scheduler:
         del seq.block_table[keep:]
         self.pool.release(surplus)
 
-    def _register(self, seq: Sequence, computed_before: int) -> None:
+    def _register(
+        self, seq: Sequence, computed_before: int, filled_before: Mapping[str, int]
+    ) -> None:
         size = self.config.block_size
         num_full = seq.num_computed_tokens // size
         hashes = seq.block_hashes(num_full, size)
         for at in range(computed_before // size, num_full):
             self.pool.register(seq.block_table[at], hashes[at])
-        self.pool.mark_filled(seq.block_table[: seq.draft_kv_len // size], seq.request.drafter)
+        for name, kv_len in seq.draft_kv_lens.items():
+            first = filled_before.get(name, 0) // size
+            self.pool.mark_filled(seq.block_table[first : kv_len // size], name)
 
     # ---- blocks --------------------------------------------------------------------------
 
@@ -239,7 +249,7 @@ class Scheduler:
         self.running.remove(seq)
         self._release_blocks(seq)
         seq.num_computed_tokens = 0
-        seq.draft_kv_len = 0
+        seq.draft_kv_lens = {}
         seq.num_preemptions += 1
         seq.wait_reason = "preempted"
         self.num_preempted_last += 1
@@ -288,7 +298,9 @@ class Scheduler:
         self.pool.acquire_cached(hits)
         seq.block_table = list(hits)
         seq.num_computed_tokens = len(hits) * size
-        seq.draft_kv_len = self.pool.num_filled(hits, seq.request.drafter) * size
+        seq.draft_kv_lens = {
+            name: count * size for name, count in self.pool.num_filled(hits).items()
+        }
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.status = Status.RUNNING

@@ -28,7 +28,7 @@ class Sequence:
         self.token_ids: list[int] = list(request.prompt_ids)
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_computed_tokens = 0
-        self.draft_kv_len = 0
+        self.draft_kv_lens: dict[str, int] = {}  # by drafter; a missing one has none
         self.block_table: list[int] = []
         self.num_cached_tokens = 0  # of the prompt, at first admission
         self.num_preemptions = 0

@@ -6,13 +6,15 @@ thread, StepResult comes back, TokenChunk leaves through a RequestStream.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-VerifyRule = Literal["replay", "rejection"]
+VerifyRule = Literal["replay", "block", "rejection", "typical"]
+LOSSY_RULES: Final[frozenset[VerifyRule]] = frozenset({"typical"})  # the law is not the target's
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +67,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     arrival_time: float = 0.0  # time.time(), seconds
     traceparent: str | None = None  # W3C, of the span that the request's spans belong to
+    draft_width: int = 1  # most children of a guess; 1: chains
+    prediction_ids: tuple[int, ...] = ()  # what the user expects the output to be
 
     @property
     def max_tokens(self) -> int:
@@ -89,7 +93,7 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     samples: bool  # the last known token's logits choose a token
     is_prefill: bool  # catches up (prompt, or recompute) rather than extends the text by one step
     block_table: tuple[int, ...]
-    draft_kv_len: int  # KV length of the row's drafter, a prefix of history
+    draft_kv_lens: Mapping[str, int] = {}  # by drafter: its valid KV, a prefix of history; none: 0
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +122,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
     num_draft_tokens: int = 0
     num_accepted: int = 0
-    draft_kv_len: int = 0
+    draft_kv_lens: Mapping[str, int] = {}  # by drafter, once the accepted guesses are history
     logprobs: tuple[TokenLogprobs, ...] = ()
     drafter: str = "none"
     error: str | None = None

@@ -64,7 +64,7 @@ def run_step(scheduler: Scheduler, token: int = 7, accepted: int = 0) -> dict[st
         seq = scheduler.get(row.seq_id)
         assert seq is not None
         emitted = emitted[: seq.num_remaining_tokens]
-        scheduler.commit_row(row, emitted, 0)
+        scheduler.commit_row(row, emitted, {})
         if seq.num_remaining_tokens == 0:
             scheduler.finish(seq)
     scheduler.check()

@@ -16,6 +16,7 @@ from specserve.drafting import Drafter
 from specserve.engine import Engine
 from specserve.models.interface import CausalLM
 from specserve.runner import ModelRunner
+from specserve.speculation.speculator import Speculator
 from specserve.stream import merge
 from specserve.tokenizer import Tokenizer
 from specserve.types import Request, SamplingParams, Speculation, TokenChunk
@@ -117,7 +118,7 @@ async def serving(
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         vocab_size=size,
-        drafters=known,
+        speculator=Speculator(known, vocab_size=size),
     )
     recorder = ListRecorder()
     engine = Engine(

@@ -18,6 +18,7 @@ from specserve.runner import ModelRunner
 from specserve.server.app import create_app, create_runner
 from specserve.server.state import ServerSettings
 from specserve.server.tracing import ServerTracer
+from specserve.speculation.speculator import Speculator
 from tests.engines import ListRecorder
 from tests.raw_http import Reply, ask
 from tests.scripted import VOCAB_SIZE, Script, ScriptedModel, byte_tokenizer, guessers
@@ -131,7 +132,7 @@ def _an_engine(
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             vocab_size=VOCAB_SIZE,
-            drafters=drafters,
+            speculator=Speculator(drafters, vocab_size=VOCAB_SIZE),
         ),
         tokenizer=tokenizer,
         limits=Limits.of(

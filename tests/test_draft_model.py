@@ -7,6 +7,7 @@ through the production runner, several at once, prompts in chunks, blocks shuffl
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from specserve.models.decoder import Decoder
 from specserve.runner import ModelRunner
+from specserve.speculation.speculator import Speculator
 from specserve.types import BatchPlan, Request, RowPlan
 from specserve_drafts.draft_model import DraftModelDrafter
 from tests.logit_rows import a_sampling_request
@@ -33,7 +35,7 @@ class Running:
         self.blocks = tuple(blocks)
         self.history = list(request.prompt_ids)
         self.kv_len = 0
-        self.draft_kv_len = 0
+        self.draft_kv_lens: Mapping[str, int] = {}
         self.num_drafted = 0
         self.num_accepted = 0
 
@@ -50,7 +52,7 @@ class Running:
             samples=samples,
             is_prefill=len(self.history) - self.kv_len > 1,
             block_table=self.blocks,
-            draft_kv_len=self.draft_kv_len,
+            draft_kv_lens=self.draft_kv_lens,
         )
 
     @property
@@ -70,7 +72,7 @@ def decode(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK,
         vocab_size=V,
-        drafters={"none": drafter} if drafter else {},
+        speculator=Speculator({"none": drafter} if drafter else {}, vocab_size=V),
     )
     blocks = list(range(NUM_BLOCKS))
     random.Random(0).shuffle(blocks)
@@ -87,7 +89,7 @@ def decode(
             assert result.error is None
             seq.history += result.token_ids
             seq.kv_len = plan.start + plan.num_tokens + result.num_accepted
-            seq.draft_kv_len = result.draft_kv_len
+            seq.draft_kv_lens = result.draft_kv_lens
             seq.num_drafted += result.num_draft_tokens
             seq.num_accepted += result.num_accepted
     return running

@@ -209,13 +209,14 @@ def test_a_prefix_hit_tells_which_drafters_have_filled_it() -> None:
     scheduler = Scheduler(a_config(block_size=4))
     seq = scheduler.add(a_request(9, name="A", drafter="small", draft_tokens=2, max_tokens=1))
     row = scheduler.plan().rows[0]
-    scheduler.commit_row(row, [7], 6)  # the drafter has filled one block and a half
+    # One drafter has filled one block and a half, another two and more than the target has.
+    scheduler.commit_row(row, [7], {"small": 6, "tiny": 12})
     scheduler.finish(seq)
-    scheduler.add(a_request(9, name="same", drafter="small", draft_tokens=2, max_tokens=1))
-    scheduler.add(a_request(9, name="other", drafter="tiny", draft_tokens=2, max_tokens=1))
+    scheduler.add(a_request(9, name="same", drafter="auto", draft_tokens=2, max_tokens=1))
+    scheduler.add(a_request(9, name="none", max_tokens=1, salt="other"))
     rows = {row.request.request_id: row for row in scheduler.plan().rows}
-    assert (rows["same"].start, rows["same"].draft_kv_len) == (8, 4)
-    assert (rows["other"].start, rows["other"].draft_kv_len) == (8, 0)
+    assert (rows["same"].start, rows["same"].draft_kv_lens) == (8, {"small": 4, "tiny": 8})
+    assert (rows["none"].start, rows["none"].draft_kv_lens) == (0, {})
 
 
 def test_aborting_in_any_state_gives_everything_back_and_may_be_repeated() -> None:

@@ -85,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert 1 <= row.num_tokens <= seq.num_uncomputed_tokens
             assert row.num_tokens <= self.config.max_prefill_chunk
             assert row.samples == (row.num_tokens == seq.num_uncomputed_tokens)
-            assert row.draft_kv_len <= row.start
+            assert all(kv_len <= row.start for kv_len in row.draft_kv_lens.values())
             end = row.start + row.num_tokens + row.max_draft_tokens
             assert end <= len(row.block_table) * size
             assert row.max_draft_tokens < max(2, seq.num_remaining_tokens)
@@ -108,13 +108,16 @@ class SchedulerMachine(RuleBasedStateMachine):
                 emitted = data.draw(
                     st.lists(st.integers(1, 3), min_size=accepted + 1, max_size=accepted + 1)
                 )
-            draft_kv_len = data.draw(st.integers(0, row.start + row.num_tokens + 2))
+            draft_kv_lens = {
+                name: data.draw(st.integers(0, row.start + row.num_tokens + 2))
+                for name in ("ngram", "small")
+            }
             before = seq.num_tokens
-            self.scheduler.commit_row(row, emitted, draft_kv_len)
+            self.scheduler.commit_row(row, emitted, draft_kv_lens)
             assert seq.num_tokens == before + len(emitted)
             if row.samples:
                 assert seq.num_computed_tokens == seq.num_tokens - 1
-            assert seq.draft_kv_len <= seq.num_computed_tokens
+            assert max(seq.draft_kv_lens.values()) <= seq.num_computed_tokens
             stopped = emitted and data.draw(st.integers(0, 5)) == 0
             if seq.num_remaining_tokens <= 0 or stopped:
                 self.scheduler.finish(seq)
@@ -152,7 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for row in self.scheduler.plan().rows:
                 seq = self.scheduler.get(row.seq_id)
                 assert seq is not None
-                self.scheduler.commit_row(row, [5] if row.samples else [], 0)
+                self.scheduler.commit_row(row, [5] if row.samples else [], {})
                 if seq.num_remaining_tokens <= 0:
                     self.scheduler.finish(seq)
         assert not self.scheduler.has_work, "some request never finishes"
