@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,6 +11,19 @@ from torch import Tensor
 
 from specserve.kv_cache import KVCache
 from specserve_kernels.interface import PagedBatch
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Which inner states of a forward are wanted, and the buffer they are written to.
+
+    layers: ascending; layer i is the residual stream that enters layer i, num_layers what the last
+            layer puts out, before the final norm
+    states: [T, len(layers), D] fp32, contiguous (fp64 for an fp64 model)
+    """
+
+    layers: tuple[int, ...]
+    states: Tensor
 
 
 class CausalLM(Protocol):
@@ -32,6 +46,8 @@ class CausalLM(Protocol):
         batch: PagedBatch,
         kv_cache: KVCache,
         logits_indices: Seq[int],  # L packed rows whose logits are wanted
+        *,
+        capture: Capture | None = None,
     ) -> Tensor:  # [L, V] fp32 (fp64 for an fp64 model)
-        """Writes KV of all T tokens, returns logits of L of them."""
+        """Writes KV of all T tokens and the states that are wanted, returns logits of L of them."""
         ...
