@@ -28,6 +28,7 @@ class DraftRow(msgspec.Struct, frozen=True, kw_only=True):
     block_table: block ids; position i is slot i % S of block_table[i // S], in every model's KV.
                  Slots exist for num_known + max_tokens positions
     width:       the most children a node may have; 1: a chain
+    sharpness:   beta: a drafter with logits proposes from softmax(beta * log q); others ignore it
     """
 
     seq_id: int
@@ -38,6 +39,7 @@ class DraftRow(msgspec.Struct, frozen=True, kw_only=True):
     kv_len: int
     block_table: tuple[int, ...]
     width: int = 1
+    sharpness: float = 1.0
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
