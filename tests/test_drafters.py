@@ -13,6 +13,8 @@ from specserve.errors import ConfigError
 from specserve.types import Request
 from specserve_drafts import DRAFTERS, DrafterResources, parse_drafter_spec, recorded
 from specserve_drafts.draft_model import DraftModelDrafter
+from tests.eagle3_reference import specforge
+from tests.head_checkpoints import V, target_parts
 from tests.logit_rows import a_sampling_request
 from tests.scripted import VOCAB_SIZE, ScriptedModel
 
@@ -21,6 +23,7 @@ NUM_BLOCKS = 64
 PROMPT = (1, 2, 3, 1, 2, 3, 1)
 OUTPUT = (2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1)
 ARGUMENTS = {"synthetic": "0.5"}
+READ_HIDDEN_STATES = ("eagle3",)  # their tiny target has V tokens
 
 
 def counts_up(history: Seq[int]) -> int:
@@ -31,10 +34,11 @@ def counts_up(history: Seq[int]) -> int:
 def resources(name: str = "", **changes: Any) -> DrafterResources:
     given: dict[str, Any] = {
         "argument": ARGUMENTS.get(name),
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": V if name in READ_HIDDEN_STATES else VOCAB_SIZE,
         "num_blocks": NUM_BLOCKS,
         "block_size": BLOCK,
         "model": ScriptedModel(counts_up),
+        "target": target_parts(),
         "truth": recorded({PROMPT: OUTPUT}),
         "script": lambda row: Draft(token_ids=(7, 8, 9, 9), parents=(-1, -1, 0, 2)),
     }
@@ -83,6 +87,12 @@ def an_outcome(
 
 
 # --- what every drafter promises -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Of the drafters that are files."""
+    ARGUMENTS["eagle3"] = specforge(tmp_path_factory.mktemp("eagle3"))
 
 
 @pytest.fixture(params=DRAFTERS)

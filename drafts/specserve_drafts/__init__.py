@@ -8,6 +8,7 @@ from typing import Final
 from specserve.drafting import Drafter
 from specserve.errors import ConfigError
 from specserve_drafts.draft_model import make_draft_model
+from specserve_drafts.eagle3 import make_eagle3
 from specserve_drafts.known import make_anti, make_oracle, make_synthetic
 from specserve_drafts.ngram import make_ngram
 from specserve_drafts.none import make_none
@@ -27,6 +28,7 @@ DRAFTERS: Final[dict[str, Callable[[DrafterResources], Drafter]]] = {
     "none": make_none,
     "ngram": make_ngram,
     "draft_model": make_draft_model,
+    "eagle3": make_eagle3,
     "scripted": make_scripted,
     "oracle": make_oracle,
     "anti": make_anti,

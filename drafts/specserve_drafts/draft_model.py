@@ -1,38 +1,29 @@
 """A smaller language model with the target's tokenizer guesses, over the same blocks as the target.
 
-Its KV is a prefix of the sequence like the target's: draft prefill, the one token missing after
-full acceptance, rollback, recompute and the return from K = 0 are all the same catch-up. Catch-up
-is bounded per step, so that a long prompt does not stall its neighbours: a row that is not caught
-up proposes nothing. Under `replay` it proposes with the target's own noise (coupled), under
-`rejection` it samples with its own and reports the distribution.
+A row that is not caught up proposes nothing. Chains are fed token by token; of a tree, all nodes
+that have children are fed again at each depth (rows are few, and a small model's forward costs the
+same for 16 rows as for one), so that each sees its ancestors and no other branch.
+Under `replay` it proposes with the target's own noise (coupled), under the rules with a test it
+samples with its own and reports the distribution.
+
+A draft whose context is shorter than the target's stops guessing at its own last position, request
+by request; one in another dtype is fine, for the two never share a tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Final
 
 import msgspec
 import torch
 from torch import Tensor
 
-from specserve.drafting import Draft, DraftRow, Outcome, chain
+from specserve.drafting import Draft, DraftRow, Outcome
 from specserve.errors import ConfigError
 from specserve.models.interface import CausalLM
-from specserve.noise import Purpose
-from specserve.sampler import LogitsRow, Proposal, draft_choice
+from specserve_drafts.growing import Node, Vocabulary, Wish, grow
+from specserve_drafts.paged_draft import MAX_CATCH_UP, PagedDraft, Segment
 from specserve_drafts.resources import DrafterResources
-from specserve_kernels.interface import PagedBatch
-
-MAX_CATCH_UP: Final = 512  # tokens per step, all rows together
-
-
-class _Segment(msgspec.Struct, frozen=True):
-    """Tokens of one row for one forward, after `start` positions of valid KV."""
-
-    row: DraftRow
-    start: int
-    token_ids: Seq[int]
 
 
 class DraftModelDrafter:
@@ -55,132 +46,98 @@ class DraftModelDrafter:
 
         sharpness: beta, proposals are drawn from softmax(beta * log q)
         """
-        self._model = model
-        self._vocab_size = vocab_size
-        self._block_size = block_size
-        self._max_positions = max_positions
-        self._max_catch_up = max_catch_up
+        self._vocabulary = Vocabulary(vocab_size)
         self._sharpness = sharpness
-        self._kv_cache = model.new_kv_cache(num_blocks, block_size)
+        self._paged = PagedDraft(
+            model,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_positions=max_positions,
+            max_catch_up=max_catch_up,
+        )
 
     @torch.inference_mode()
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        segments = self._catch_up_segments(rows)
-        kv_lens = [seg.start + len(seg.token_ids) for seg in segments]
-        active = [idx for idx, row in enumerate(rows) if self._num_guesses(row, kv_lens[idx]) > 0]
-        logits = self._forward(segments, active)  # [len(active), V_draft]
-        guesses: list[list[Proposal]] = [[] for _ in rows]
-        while active:
-            chosen = self._choose(logits, [rows[idx] for idx in active], guesses, active)
-            active = [
-                idx
-                for idx in chosen
-                if len(guesses[idx]) < self._num_guesses(rows[idx], kv_lens[idx])
-            ]
-            segments = [
-                _Segment(
-                    rows[idx],
-                    kv_lens[idx] + len(guesses[idx]) - 1,
-                    [guesses[idx][-1].token_id],
-                )
-                for idx in active
-            ]
-            logits = self._forward(segments, range(len(active)))
-        return [_draft(found, kv_len) for found, kv_len in zip(guesses, kv_lens, strict=True)]
+        segments = self._paged.catch_up(rows)
+        rooms = [self._paged.room(row, seg.end) for row, seg in zip(rows, segments, strict=True)]
+        active = [idx for idx, room in enumerate(rooms) if room > 0]
+        wanted = [
+            [len(seg.token_ids) - 1] if room > 0 else []
+            for seg, room in zip(segments, rooms, strict=True)
+        ]
+        logits = self._paged.forward(segments, wanted)
+        for row, seg in zip(rows, segments, strict=True):
+            self._paged.is_known(row, seg.end)
+        drafts = [Draft(kv_len=seg.end) for seg in segments]
+        if not active:
+            return drafts
+        wishes = [
+            Wish(
+                rows[idx],
+                max_tokens=rows[idx].max_tokens if rows[idx].width > 1 else rooms[idx],
+                max_depth=rooms[idx],
+                sharpness=self._sharpness,
+            )
+            for idx in active
+        ]
+        feeding = _Feeding(self._paged, wishes)
+        grown = grow(wishes, logits, feeding.feed, self._vocabulary)
+        feeding.remember()
+        for idx, draft in zip(active, grown, strict=True):
+            drafts[idx] = msgspec.structs.replace(draft, kv_len=segments[idx].end)
+        return drafts
 
     def observe(self, outcomes: Seq[Outcome]) -> None:
-        return
+        for outcome in outcomes:
+            self._paged.settle(outcome)
 
     def forget(self, seq_id: int) -> None:
-        return  # KV belongs to blocks, and blocks to the pool
+        self._paged.forget(seq_id)
 
-    def _catch_up_segments(self, rows: Seq[DraftRow]) -> list[_Segment]:
-        """What each row computes now, in the rows' order; the nearest to done are served first."""
-        left = self._max_catch_up
-        segments: dict[int, _Segment] = {}
-        for idx in sorted(range(len(rows)), key=lambda idx: rows[idx].num_known - rows[idx].kv_len):
-            row = rows[idx]
-            # The last known token is computed again if need be: guessing starts from its logits.
-            start = min(row.kv_len, len(row.history) - 1)
-            end = min(row.num_known, self._max_positions or row.num_known, start + left)
-            known = row.history[start:end]
-            left -= len(known)
-            segments[idx] = _Segment(row, start, known)
-        return [segments[idx] for idx in range(len(rows))]
 
-    def _num_guesses(self, row: DraftRow, kv_len: int) -> int:
-        """K of a row that is caught up with all known tokens, within the model's own length."""
-        if kv_len < len(row.history):
-            return 0
-        if self._max_positions is None:
-            return row.max_tokens
-        # The last guess is never fed back, so it may stand one past the model's last position.
-        return min(row.max_tokens, self._max_positions - kv_len + 1)
+class _Feeding:
+    """The guesses fed so far in one step, by row."""
 
-    def _forward(self, segments: Seq[_Segment], wanted: Seq[int]) -> Tensor:
-        """[len(wanted), V_draft] logits after the last token of the wanted segments.
+    def __init__(self, paged: PagedDraft, wishes: Seq[Wish]) -> None:
+        self._paged = paged
+        self._rows = [wish.row for wish in wishes]
+        self._branches = [wish.width > 1 for wish in wishes]
+        self._fed: list[list[Node]] = [[] for _ in wishes]
 
-        Segments without a token are left out; a wanted one always has at least one.
-        """
-        packed = [(idx, seg) for idx, seg in enumerate(segments) if len(seg.token_ids)]
-        if not packed:
-            return torch.empty(0, self._model.vocab_size)
-        starts, input_ids, positions = [0], list[int](), list[int]()
-        last = {}
-        for idx, seg in packed:
-            input_ids += seg.token_ids
-            positions += range(seg.start, seg.start + len(seg.token_ids))
-            starts.append(len(input_ids))
-            last[idx] = len(input_ids) - 1
-        batch = PagedBatch(
-            query_start_loc=tuple(starts),
-            context_lens=tuple(seg.start for _, seg in packed),
-            block_tables=tuple(seg.row.block_table for _, seg in packed),
-            parents=(None,) * len(packed),
-            block_size=self._block_size,
-        )
-        return self._model.forward(
-            torch.tensor(input_ids, dtype=torch.int64),
-            torch.tensor(positions, dtype=torch.int64),
-            batch,
-            self._kv_cache,
-            [last[idx] for idx in wanted],
-        )
-
-    def _choose(
-        self,
-        logits: Tensor,  # [len(active), V_draft]
-        rows: Seq[DraftRow],
-        guesses: list[list[Proposal]],
-        active: Seq[int],
-    ) -> list[int]:
-        """Append one guess per active row; returns the rows that got one."""
-        places = [
-            LogitsRow(row.request, row.history, tuple(g.token_id for g in guesses[idx]))
-            for row, idx in zip(rows, active, strict=True)
+    def feed(self, nodes: Seq[Node]) -> Tensor:
+        """[len(nodes), W] logits after each node. Nodes of a row stand together."""
+        new: dict[int, int] = {}
+        for node in nodes:
+            self._fed[node.row_idx].append(node)
+            new[node.row_idx] = new.get(node.row_idx, 0) + 1
+        segments = [self._segment(row_idx) for row_idx in new]
+        wanted = [
+            range(len(seg.token_ids) - count, len(seg.token_ids))
+            for seg, count in zip(segments, new.values(), strict=True)
         ]
-        purposes = [
-            Purpose.TARGET if row.request.verify == "replay" else Purpose.DRAFT for row in rows
-        ]
-        proposals = draft_choice(
-            logits, places, purposes, vocab_size=self._vocab_size, sharpness=self._sharpness
+        return self._paged.forward(segments, wanted)
+
+    def _segment(self, row_idx: int) -> Segment:
+        row, fed = self._rows[row_idx], self._fed[row_idx]
+        num_known = len(row.history)
+        if not self._branches[row_idx]:
+            return Segment(row, num_known + len(fed) - 1, [fed[-1].token_id])
+        return Segment(
+            row, num_known, [node.token_id for node in fed], parents=self._parents(row_idx)
         )
-        chosen = []
-        for idx, proposal in zip(active, proposals, strict=True):
-            if proposal is not None:
-                guesses[idx].append(proposal)
-                chosen.append(idx)
-        return chosen
 
+    def _parents(self, row_idx: int) -> tuple[int, ...]:
+        index = {id(node): at for at, node in enumerate(self._fed[row_idx])}
+        return tuple(index[id(node.parent)] if node.parent else -1 for node in self._fed[row_idx])
 
-def _draft(guesses: Seq[Proposal], kv_len: int) -> Draft:
-    """KV of the guesses is written too, but only the verdict tells how much of it is history."""
-    probs = [guess.probs for guess in guesses if guess.probs is not None]
-    return chain(
-        [guess.token_id for guess in guesses],
-        probs=torch.stack(probs) if probs else None,
-        kv_len=kv_len,
-    )
+    def remember(self) -> None:
+        for row_idx, (row, fed) in enumerate(zip(self._rows, self._fed, strict=True)):
+            self._paged.is_written(
+                row,
+                len(row.history),
+                [node.token_id for node in fed],
+                self._parents(row_idx),
+            )
 
 
 def make_draft_model(resources: DrafterResources) -> DraftModelDrafter:

@@ -11,6 +11,7 @@ from specserve.drafting import Draft, DraftRow
 from specserve.errors import ConfigError
 from specserve.models.interface import CausalLM
 from specserve.types import Request
+from specserve_drafts.head_files import TargetParts
 
 # The output that a request is known to get, as recorded from a run without speculation.
 Truth = Callable[[Request], Seq[int] | None]
@@ -23,6 +24,7 @@ class DrafterResources(msgspec.Struct, frozen=True, kw_only=True):
 
     model:         of a draft model; its KV shares block ids with the target's
     max_positions: the most positions that model can represent; None: as many as the target
+    target:        of drafters that read hidden states: what they share with the target
     truth, script: of the drafters that tests and studies compose
     """
 
@@ -32,6 +34,7 @@ class DrafterResources(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     model: CausalLM | None = None
     max_positions: int | None = None
+    target: TargetParts | None = None
     truth: Truth | None = None
     script: Script | None = None
 
