@@ -38,7 +38,7 @@ struct Prefetch {
 
   inline void step() {
     for (int64_t i = 0; i < lines_per_step && next < end; ++i, next += 64) {
-      _mm_prefetch(next, _MM_HINT_T0);
+      _mm_prefetch(next, _MM_HINT_T1);
     }
   }
 };
@@ -53,54 +53,35 @@ struct Prefetch {
   } while (0)
 
 // sums[(row tile * NT + column tile) * 256 ...] = a [MT * 16, k] @ b [NT * 16, k].T
-// Registers: 1 x NT: C 0-3, A 4, B 5-7; 2 x NT: C 0-3, A 4-5, B 6-7.
+// Tile registers: results 0-3, rows 4 and 5, weights 6 and 7.
 template <bool BF16, int MT, int NT>
 inline void multiply(const char* a, const char* b, int64_t b_stride, int64_t num_steps,
                      Prefetch& prefetch, void* all_sums) {
-  static_assert(MT == 1 ? NT <= 4 : NT <= 2);
   const char* a1 = a + num_steps * TILE_BYTES;
   char* sums = static_cast<char*>(all_sums);
   _tile_zero(0);
-  if constexpr (MT * NT > 1) _tile_zero(1);
-  if constexpr (MT * NT > 2) _tile_zero(2);
-  if constexpr (MT * NT > 3) _tile_zero(3);
-  for (int64_t step = 0; step < num_steps; ++step) {
-    const char* at = b + step * TILE_BYTES;
-    _tile_loadd(4, a + step * TILE_BYTES, 64);
+  if constexpr (NT > 1) _tile_zero(1);
+  if constexpr (MT > 1) _tile_zero(2);
+  if constexpr (MT > 1 && NT > 1) _tile_zero(3);
+  for (int64_t at = 0; at < num_steps * TILE_BYTES; at += TILE_BYTES) {
     prefetch.step();
-    if constexpr (MT == 1) {
-      _tile_loadd(5, at, 64);
-      TILE_PRODUCT(0, 4, 5);
-      if constexpr (NT > 1) {
-        _tile_loadd(6, at + b_stride, 64);
-        TILE_PRODUCT(1, 4, 6);
-      }
-      if constexpr (NT > 2) {
-        _tile_loadd(7, at + 2 * b_stride, 64);
-        TILE_PRODUCT(2, 4, 7);
-      }
-      if constexpr (NT > 3) {
-        _tile_loadd(5, at + 3 * b_stride, 64);
-        TILE_PRODUCT(3, 4, 5);
-      }
-    } else {
-      _tile_loadd(5, a1 + step * TILE_BYTES, 64);
-      _tile_loadd(6, at, 64);
-      TILE_PRODUCT(0, 4, 6);
-      if constexpr (NT > 1) {
-        _tile_loadd(7, at + b_stride, 64);
-        TILE_PRODUCT(1, 4, 7);
-        TILE_PRODUCT(2, 5, 6);
-        TILE_PRODUCT(3, 5, 7);
-      } else {
-        TILE_PRODUCT(1, 5, 6);
-      }
+    _tile_loadd(4, a + at, 64);
+    _tile_loadd(6, b + at, 64);
+    TILE_PRODUCT(0, 4, 6);
+    if constexpr (NT > 1) {
+      _tile_loadd(7, b + b_stride + at, 64);
+      TILE_PRODUCT(1, 4, 7);
+    }
+    if constexpr (MT > 1) {
+      _tile_loadd(5, a1 + at, 64);
+      TILE_PRODUCT(2, 5, 6);
+      if constexpr (NT > 1) TILE_PRODUCT(3, 5, 7);
     }
   }
   _tile_stored(0, sums, 64);
-  if constexpr (MT * NT > 1) _tile_stored(1, sums + TILE_BYTES, 64);
-  if constexpr (MT * NT > 2) _tile_stored(2, sums + 2 * TILE_BYTES, 64);
-  if constexpr (MT * NT > 3) _tile_stored(3, sums + 3 * TILE_BYTES, 64);
+  if constexpr (NT > 1) _tile_stored(1, sums + TILE_BYTES, 64);
+  if constexpr (MT > 1) _tile_stored(2, sums + NT * TILE_BYTES, 64);
+  if constexpr (MT > 1 && NT > 1) _tile_stored(3, sums + 3 * TILE_BYTES, 64);
 }
 
 #undef TILE_PRODUCT
@@ -136,19 +117,14 @@ struct Panel {
     ColumnTile column_tiles[NT];
     for (int t = 0; t < NT; ++t) fill(column_tiles[t], *p.weight, tile + t);
     int64_t row_tile = 0;
-    if constexpr (NT <= 2) {
-      for (; row_tile + 2 <= num_row_tiles; row_tile += 2) {
-        rows<2, NT>(row_tile, b, column_tiles, prefetch);
-      }
+    for (; row_tile + 2 <= num_row_tiles; row_tile += 2) {
+      rows<2, NT>(row_tile, b, column_tiles, prefetch);
     }
-    for (; row_tile < num_row_tiles; ++row_tile) rows<1, NT>(row_tile, b, column_tiles, prefetch);
+    if (row_tile < num_row_tiles) rows<1, NT>(row_tile, b, column_tiles, prefetch);
   }
 
   void all() const {
     int64_t tile = p.tile_begin;
-    if (p.num_rows <= 16) {
-      for (; tile + 4 <= p.tile_end; tile += 4) columns<4>(tile);
-    }
     for (; tile + 2 <= p.tile_end; tile += 2) columns<2>(tile);
     if (tile < p.tile_end) columns<1>(tile);
   }
