@@ -1,4 +1,4 @@
-"""`specserve loadgen`: options in, table and JSON file out.
+"""`specserve loadgen`: options in, table and JSON file out. `loadgen peers` compares servers.
 
 Exit code 0: every request succeeded. 1: some failed. 2: the run could not start. 130: Ctrl-C,
 after printing what was measured.
@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from specserve_loadgen.errors import LoadgenError
+from specserve_loadgen.peers import add_peers_arguments, run_peers
 from specserve_loadgen.prompts import load_prompts
 from specserve_loadgen.render import render
 from specserve_loadgen.report import make_report, to_json
@@ -26,12 +27,18 @@ EXIT_OK, EXIT_FAILURES, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the load generator with `argv` (None: the process's own) and return the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    compares = arguments[:1] == ["peers"]
     try:
-        options = _parser().parse_args(argv)
+        options = (
+            _peers_parser().parse_args(arguments[1:])
+            if compares
+            else (_parser().parse_args(arguments))
+        )
     except SystemExit as stop:  # argparse has printed its message; --help stops with 0
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
     try:
-        return _run(options)
+        return run_peers(options) if compares else _run(options)
     except LoadgenError as error:
         print(f"specserve loadgen: error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -130,7 +137,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="specserve loadgen",
         description="Load a streaming LLM server over HTTP and measure latency, throughput and "
         "what speculation gave. Without --prompts it sends the shipped pack once.",
-        epilog="exit code: 0 all succeeded, 1 some failed, 2 could not start, 130 stopped",
+        epilog="exit code: 0 all succeeded, 1 some failed, 2 could not start, 130 stopped. "
+        "`specserve loadgen peers --help`: comparing our server with others.",
         allow_abbrev=False,
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
@@ -141,6 +149,18 @@ def _parser() -> argparse.ArgumentParser:
     _add_request_options(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report there")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    return parser
+
+
+def _peers_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="specserve loadgen peers",
+        description="Starts our server and each installed peer in turn, measures them on the same "
+        "prompts over HTTP, and prints ratios. Takes over an hour; wants an idle machine.",
+        epilog="exit code: 0 all measured, 1 some server or request failed, 2 could not start",
+        allow_abbrev=False,
+    )
+    add_peers_arguments(parser)
     return parser
 
 

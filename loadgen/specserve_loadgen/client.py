@@ -46,6 +46,8 @@ def request_body(settings: Settings, model: str, prompt: Prompt, request_idx: in
         body["temperature"] = settings.temperature
     if settings.ignore_eos:
         body["ignore_eos"] = True
+    if settings.cache_salt is not None:
+        body["cache_salt"] = settings.cache_salt
     speculation = {
         "drafter": settings.drafter,
         "max_draft_tokens": settings.max_draft_tokens,

@@ -42,5 +42,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str | None = None
     max_draft_tokens: int | None = None
     verify: str | None = None
+    cache_salt: str | None = None  # requests of another salt share no cached prefix
     model: str | None = None  # None: the first of /v1/models
     request_timeout: float = 600.0  # seconds
