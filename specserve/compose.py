@@ -29,7 +29,12 @@ from specserve_kernels.interface import PagedBatch
 from specserve_observability.metrics import Metrics
 from specserve_observability.recorder import Recorder
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {
+    "int8": torch.int8,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 LEAST = {
     "threads": 0,
@@ -74,7 +79,7 @@ def build_engine(
     ConfigError or ModelError say what to change.
     """
     check_options(options)
-    torch.set_num_threads(options.threads or usable_cores())
+    use_threads(options.threads)
     dtype = choose_dtype(options.dtype)
     target = load_model(options.model, dtype, options.backend, say)
     say(f"GEMM call sizes that agree bit for bit here: {_ranges(target.decoder.call_sizes)}")
@@ -130,10 +135,20 @@ def check_options(options: EngineOptions) -> None:
     for name, argument in parse_drafter_spec(options.drafters):
         if name == "draft_model" and not argument:
             raise ConfigError("--drafters draft_model needs a model: draft_model:PATH")
+    check_backend(options.backend)
+
+
+def check_backend(name: str) -> None:
+    """ConfigError where --backend names nothing that runs here."""
     try:
-        make_backend(options.backend)
+        make_backend(name)
     except ValueError as error:
         raise ConfigError(f"--backend: {error}") from error
+
+
+def use_threads(asked: int) -> None:
+    """As many tensor threads as --threads says."""
+    torch.set_num_threads(asked or usable_cores())
 
 
 def choose_dtype(asked: str) -> str:

@@ -8,7 +8,7 @@ import msgspec
 
 from specserve.types import VerifyRule
 
-DType = Literal["auto", "fp32", "bf16", "fp64"]
+DType = Literal["auto", "int8", "bf16", "fp32", "fp64"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,8 @@ from torch import Tensor
 from specserve.errors import ModelError
 from specserve.kv_cache import KVCache, kv_bytes_per_token
 from specserve.models.config import ModelConfig
-from specserve.models.linear import CANDIDATE_ROWS, GemmWeight, RowInvariantLinear
+from specserve.models.linear import CANDIDATE_ROWS, GemmWeight, RowInvariantLinear, Weight
+from specserve.models.quantize import Int8Weight
 from specserve.models.rope import cos_sin, inverse_frequencies, rotate
 from specserve_kernels.interface import AttentionPlan, Backend, PagedBatch
 
@@ -34,15 +35,15 @@ class _Layer:
     """Weights of one layer, matrices [out, in]. N, G, H as everywhere; D hidden, I intermediate."""
 
     input_norm: Tensor  # [D]
-    qkv: GemmWeight  # [(N+2G)*H, D]
+    qkv: Weight  # [(N+2G)*H, D]
     qkv_bias: Tensor | None
     qk_norm: tuple[Tensor, Tensor] | None  # [H] for queries, [H] for keys
-    out: GemmWeight  # [D, N*H]
+    out: Weight  # [D, N*H]
     out_bias: Tensor | None
     mlp_norm: Tensor  # [D]
-    gate_up: GemmWeight  # [2I, D]
+    gate_up: Weight  # [2I, D]
     gate_up_bias: Tensor | None
-    down: GemmWeight  # [D, I]
+    down: Weight  # [D, I]
     down_bias: Tensor | None
 
     def nbytes(self) -> int:
@@ -67,7 +68,8 @@ class Decoder:
     """Implements `specserve.models.interface.CausalLM`.
 
     weights: Hugging Face names; ModelError where one is missing, unknown or of another shape
-    dtype:   of weights, KV and activations: torch.float32, bfloat16 or float64
+    dtype:   of weights, KV and activations: torch.float32, bfloat16 or float64; or torch.int8,
+             where matrices are int8, activations fp32, KV and embedding bfloat16
     """
 
     def __init__(
@@ -79,18 +81,20 @@ class Decoder:
         backend: Backend,
     ) -> None:
         self.config = config
-        self.dtype = dtype
+        self.dtype = torch.float32 if dtype == torch.int8 else dtype  # of activations
+        self._kv_dtype = torch.bfloat16 if dtype == torch.int8 else dtype
         self.vocab_size = config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings
         self._backend = backend
         taker = _WeightTaker(weights, dtype)
         width = config.hidden_size
-        self._embedding = taker.take("model.embed_tokens.weight", config.vocab_size, width)
+        embedding = taker.take("model.embed_tokens.weight", config.vocab_size, width)
+        self._embedding = embedding.to(self._kv_dtype)
         self._layers = [_take_layer(taker, config, idx) for idx in range(config.num_layers)]
         self._final_norm = taker.take("model.norm.weight", width)
         # Packed, the head is another copy even where it is tied to the embedding.
-        self._head = GemmWeight(
-            self._embedding
+        self._head = taker.pack(
+            embedding
             if config.tie_word_embeddings
             else taker.take("lm_head.weight", config.vocab_size, width)
         )
@@ -117,7 +121,7 @@ class Decoder:
             layers=self.config.num_layers,
             kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
-            dtype=self.dtype,
+            dtype=self._kv_dtype,
         )
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
@@ -127,7 +131,7 @@ class Decoder:
             block_size=block_size,
             kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
-            dtype=self.dtype,
+            dtype=self._kv_dtype,
         )
 
     def forward(
@@ -149,7 +153,7 @@ class Decoder:
             slots=self._backend.slot_mapping(batch),
             plan=self._backend.prepare(batch),
         )
-        x = F.embedding(F.pad(input_ids, padding), self._embedding)  # [T', D]
+        x = F.embedding(F.pad(input_ids, padding), self._embedding).to(self.dtype)  # [T', D]
         for layer_idx, layer in enumerate(self._layers):
             x = x + self._attention(layer, layer_idx, x, step, kv_cache)
             x = x + self._mlp(layer, x)
@@ -173,8 +177,9 @@ class Decoder:
             )
         query_key = rotate(query_key, step.cos, step.sin)[: step.num_tokens]
         k_cache, v_cache = kv_cache.keys[layer_idx], kv_cache.values[layer_idx]
-        value = qkv[: step.num_tokens, num_heads + num_kv_heads :]
-        self._backend.write_kv(query_key[:, num_heads:], value, k_cache, v_cache, step.slots)
+        key = query_key[:, num_heads:].to(k_cache.dtype)
+        value = qkv[: step.num_tokens, num_heads + num_kv_heads :].to(v_cache.dtype)
+        self._backend.write_kv(key, value, k_cache, v_cache, step.slots)
         seen = self._backend.paged_attention(
             query_key[:, :num_heads],
             k_cache,
@@ -208,7 +213,8 @@ class _WeightTaker:
 
     def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         self._weights = weights
-        self._dtype = dtype
+        self._dtype = torch.float32 if dtype == torch.int8 else dtype
+        self.pack: type[GemmWeight | Int8Weight] = Int8Weight if dtype == torch.int8 else GemmWeight
         self._taken: set[str] = set()
 
     def take(self, name: str, *shape: int) -> Tensor:
@@ -243,9 +249,9 @@ def _take_layer(taker: _WeightTaker, config: ModelConfig, idx: int) -> _Layer:
     def norm(name: str, size: int = width) -> Tensor:
         return taker.take(f"{prefix}.{name}.weight", size)
 
-    def fused(parts: Mapping[str, int], num_inputs: int) -> GemmWeight:
+    def fused(parts: Mapping[str, int], num_inputs: int) -> Weight:
         weights = [taker.take(f"{name}.weight", rows, num_inputs) for name, rows in parts.items()]
-        return GemmWeight(torch.cat(weights) if len(weights) > 1 else weights[0])
+        return taker.pack(torch.cat(weights) if len(weights) > 1 else weights[0])
 
     def bias(parts: Mapping[str, int], wanted: bool) -> Tensor | None:
         if not wanted:

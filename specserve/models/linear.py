@@ -9,11 +9,14 @@ is assumed, and where no count agrees the base is left.
 Weights are packed once into oneDNN's blocked layout where it has one. Measured on 2 AVX2 cores,
 torch 2.13, fp32, [49152, 576] by 1 / 4 / 16 / 64 rows: packed 4 / 12 / 26 / 70 ms, all row counts
 from 1 to 512 agree; F.linear 10 / 37 / 56 / 100 ms, only multiples of 4 agree.
+
+int8 weights (`quantize.py`) are exact by construction: any row count agrees, none is measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +33,24 @@ _CHECK_FLOPS = 4e10  # per weight: about half a second. Larger candidates are le
 _PACKED_FOR_ROWS = 64  # packed for 1 row, oneDNN's calls of 1, 3 and 7 rows rounded otherwise
 
 
+class Weight(Protocol):
+    """A matrix [out, in] in the layout its GEMM reads."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype  # of rows that go in and come out
+    nbytes: int
+    is_packed: bool  # the tensor it was made from is not kept
+    is_exact: bool  # its sums are never rounded: calls of any size give a row the same bits
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [M, in] -> x @ weight.T [M, out], one call of the library whatever M."""
+        ...
+
+
 class GemmWeight:
-    """A matrix [out, in] in the layout its GEMM reads; the given tensor is not kept if packed."""
+    """A floating-point matrix [out, in]; the given tensor is not kept if packed."""
+
+    is_exact = False
 
     def __init__(self, weight: Tensor) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
@@ -62,19 +81,19 @@ def _can_pack(dtype: torch.dtype) -> bool:
 
 
 def measure_call_sizes(
-    weights: Seq[GemmWeight], candidates: Seq[int] = CANDIDATE_ROWS
+    weights: Seq[Weight], candidates: Seq[int] = CANDIDATE_ROWS
 ) -> tuple[int, ...]:
     """Row counts at which every one of these weights gives a row the same bits, ascending.
 
     One weight of each distinct shape is enough.
     """
     allowed = sorted({BASE_ROWS, *candidates})
-    for weight in {weight.shape: weight for weight in weights}.values():
+    for weight in {weight.shape: weight for weight in weights if not weight.is_exact}.values():
         allowed = _agreeing(weight, allowed)
     return tuple(allowed)
 
 
-def _agreeing(weight: GemmWeight, candidates: Seq[int]) -> list[int]:
+def _agreeing(weight: Weight, candidates: Seq[int]) -> list[int]:
     """The candidates that agree with the base on this weight, in any place inside the call."""
     num_outputs, num_inputs = weight.shape
     most_rows = int(_CHECK_FLOPS / (2 * num_outputs * num_inputs))
@@ -103,7 +122,7 @@ class RowInvariantLinear:
     Measures at once for the number of threads in force, and again when that has changed.
     """
 
-    def __init__(self, weights: Seq[GemmWeight], candidates: Seq[int] = CANDIDATE_ROWS) -> None:
+    def __init__(self, weights: Seq[Weight], candidates: Seq[int] = CANDIDATE_ROWS) -> None:
         self._weights = list(weights)
         self._candidates = tuple(candidates)
         self._sizes_by_threads: dict[int, tuple[int, ...]] = {}
@@ -125,7 +144,7 @@ class RowInvariantLinear:
         rest = num_rows - whole
         return whole + (next(size for size in sizes if size >= rest) if rest else 0)
 
-    def __call__(self, x: Tensor, weight: GemmWeight, bias: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x [M, in], bias [out] -> [M, out]. Rows need no padding beforehand, but gain by it."""
         num_rows = x.shape[0]
         padded = self.padded(num_rows)
