@@ -17,13 +17,14 @@ from tests.eagle3_reference import specforge
 from tests.head_checkpoints import V, target_parts
 from tests.logit_rows import a_sampling_request
 from tests.scripted import VOCAB_SIZE, ScriptedModel
+from tests.test_medusa import medusa, mlp_speculator
 
 BLOCK = 4
 NUM_BLOCKS = 64
 PROMPT = (1, 2, 3, 1, 2, 3, 1)
 OUTPUT = (2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1)
 ARGUMENTS = {"synthetic": "0.5"}
-READ_HIDDEN_STATES = ("eagle3",)  # their tiny target has V tokens
+READ_HIDDEN_STATES = ("eagle3", "medusa", "mlp_speculator")  # their tiny target has V tokens
 
 
 def counts_up(history: Seq[int]) -> int:
@@ -92,7 +93,12 @@ def an_outcome(
 @pytest.fixture(scope="module", autouse=True)
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Of the drafters that are files."""
-    ARGUMENTS["eagle3"] = specforge(tmp_path_factory.mktemp("eagle3"))
+    build = {"eagle3": specforge, "medusa": medusa, "mlp_speculator": mlp_speculator}
+    for name, checkpoint in build.items():
+        ARGUMENTS[name] = checkpoint(tmp_path_factory.mktemp(name))
+    pard = tmp_path_factory.mktemp("pard")
+    (pard / "config.json").write_text('{"model_type": "llama", "pard_token": 0}')
+    ARGUMENTS["pard"] = str(pard)
 
 
 @pytest.fixture(params=DRAFTERS)
@@ -364,7 +370,7 @@ def test_a_command_line_names_drafters_and_their_arguments(
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("medusa", ["'medusa'", "ngram", "draft_model"]),
+        ("hydra", ["'hydra'", "ngram", "draft_model"]),
         ("ngram,0.5", ["'0.5'"]),
         ("ngram,ngram", ["twice"]),
     ],

@@ -7,9 +7,12 @@ from typing import Final
 
 from specserve.drafting import Drafter
 from specserve.errors import ConfigError
+from specserve_drafts.block_parallel import make_pard
 from specserve_drafts.draft_model import make_draft_model
 from specserve_drafts.eagle3 import make_eagle3
 from specserve_drafts.known import make_anti, make_oracle, make_synthetic
+from specserve_drafts.medusa import make_medusa
+from specserve_drafts.mlp_speculator import make_mlp_speculator
 from specserve_drafts.ngram import make_ngram
 from specserve_drafts.none import make_none
 from specserve_drafts.resources import DrafterResources, Script, Truth, recorded
@@ -28,7 +31,10 @@ DRAFTERS: Final[dict[str, Callable[[DrafterResources], Drafter]]] = {
     "none": make_none,
     "ngram": make_ngram,
     "draft_model": make_draft_model,
+    "pard": make_pard,
     "eagle3": make_eagle3,
+    "medusa": make_medusa,
+    "mlp_speculator": make_mlp_speculator,
     "scripted": make_scripted,
     "oracle": make_oracle,
     "anti": make_anti,

@@ -46,13 +46,15 @@ class Guess(NamedTuple):
 class Place(NamedTuple):
     """Where children are wanted.
 
-    node: which place of the step's draft they hang on: 0 the root, then by order of creation
+    node:  which place of the step's draft they hang on: 0 the root, then by order of creation
+    draws: whether rules with a test get drawn guesses; else the likeliest, which they take as given
     """
 
     row: LogitsRow
     node: int
     width: int
     sharpness: float
+    draws: bool
 
 
 class _Candidates(NamedTuple):
@@ -156,6 +158,12 @@ def _pick(candidates: _Candidates, place: Place, vocab_size: int, noise: Noise) 
     weights = (logits - logits[0]) / row.request.params.temperature  # [m] falling from 0
     total = math.exp(min(log_mass - logits[0] / row.request.params.temperature, 700.0))
     num_kept, total = _survivors(weights, total, row)
+    if row.request.verify != "replay" and not place.draws:
+        scores = np.exp(weights[: min(place.width, num_kept)]) / total
+        return [
+            Guess(int(token_id), float(score), None)
+            for token_id, score in zip(ids, scores, strict=False)
+        ]
     ids, weights = ids[:num_kept], weights[:num_kept]
     sharp = weights * place.sharpness
     width = min(place.width, num_kept)
@@ -208,7 +216,7 @@ def _coupled(
 def _cell_bounds() -> tuple[F64, F64]:
     """[2^16] lowest and highest noise of a uniform with these leading bits."""
     edges = np.arange(_CELLS + 1, dtype=np.float64) / _CELLS
-    bounds = gumbel_of(np.clip(edges, _STEP, 1 - 2.0**-53))
+    bounds = -np.log(-np.log1p(-np.clip(edges, _STEP, 1 - 2.0**-53)))
     return bounds[1:] - 1e-6, bounds[:-1] + 1e-6
 
 
@@ -226,7 +234,7 @@ def _perturbed(
     low, high = weights + _LOW[cells], weights + _HIGH[cells]
     bar = np.partition(low, len(low) - width)[len(low) - width]
     near = np.flatnonzero(high >= bar)
-    scores: F64 = low.copy()  # a cell is narrow, but for the first: its low end is its likely end
+    scores = low.copy()  # a cell is narrow, but for the first: its low end is its likely end
     exact = noise.uniform_of(seed, position, purpose, ids[near], cells[near])
     scores[near] = weights[near] + gumbel_of(exact)
     best = near[np.lexsort((ids[near], -scores[near]))][:width]

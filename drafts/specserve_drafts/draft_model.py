@@ -40,14 +40,9 @@ class DraftModelDrafter:
         block_size: int,
         max_positions: int | None = None,
         max_catch_up: int = MAX_CATCH_UP,
-        sharpness: float = 1.0,
     ) -> None:
-        """vocab_size: the target's; ids from there on are never proposed.
-
-        sharpness: beta, proposals are drawn from softmax(beta * log q)
-        """
+        """vocab_size: the target's; ids from there on are never proposed."""
         self._vocabulary = Vocabulary(vocab_size)
-        self._sharpness = sharpness
         self._paged = PagedDraft(
             model,
             num_blocks=num_blocks,
@@ -76,7 +71,6 @@ class DraftModelDrafter:
                 rows[idx],
                 max_tokens=rows[idx].max_tokens if rows[idx].width > 1 else rooms[idx],
                 max_depth=rooms[idx],
-                sharpness=self._sharpness,
             )
             for idx in active
         ]

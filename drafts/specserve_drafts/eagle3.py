@@ -51,16 +51,14 @@ class Eagle3Drafter:
         vocab_size: int,
         num_blocks: int,
         block_size: int,
-        sharpness: float = 1.0,
         max_catch_up: int = MAX_CATCH_UP,
     ) -> None:
-        """vocab_size: of the target's tokenizer; sharpness: see `children`."""
+        """vocab_size: of the target's tokenizer."""
         config = layer.config
         self.hidden_layers = config.hidden_layers
         self._layer = layer
         self._vocabulary = Vocabulary(vocab_size, layer.weights.target_ids)
         self._block_size = block_size
-        self._sharpness = sharpness
         self._max_catch_up = max_catch_up
         self._max_positions = config.layer.max_position_embeddings
         self._kv_cache = KVCache(
@@ -215,7 +213,6 @@ class Eagle3Drafter:
                 row,
                 max_tokens=row.max_tokens if row.width > 1 else self._depth(row),
                 max_depth=self._depth(row),
-                sharpness=self._sharpness,
             )
             for row in rows
         ]

@@ -66,12 +66,13 @@ class Wish:
 
     max_tokens: most nodes, and most nodes fed
     max_depth:  most guesses in a row; the deepest are never fed
+    draws:      see `Place`: a draft whose guesses do not know of one another must not draw them
     """
 
     row: DraftRow
     max_tokens: int
     max_depth: int
-    sharpness: float
+    draws: bool = True
 
     @property
     def width(self) -> int:
@@ -94,7 +95,8 @@ class _Growth:
             LogitsRow(row.request, row.history, prefix),
             node.place if node else 0,
             self.wish.width,
-            self.wish.sharpness,
+            row.sharpness,
+            self.wish.draws,
         )
 
     def best(self) -> list[Node]:

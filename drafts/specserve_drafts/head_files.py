@@ -90,6 +90,11 @@ class Tensors:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
+    def num_rows(self, name: str) -> int:
+        """Of a matrix whose height only the file tells."""
+        tensor = self._tensors.get(name)
+        return 0 if tensor is None else tensor.shape[0]
+
     def take(self, name: str, *shape: int) -> Tensor:
         """In the drafter's dtype."""
         return self.take_as_stored(name, *shape).to(self._dtype)
