@@ -109,6 +109,15 @@ class Decoder:
         """Rows per GEMM call of the layers: measured to agree bit for bit with one another."""
         return self._linear.call_sizes
 
+    @property
+    def embedding(self) -> Tensor:
+        """[V, D] in the KV's dtype: what a drafter without one of its own shares."""
+        return self._embedding
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """[n, D] out of the last layer -> [n, D] as the head reads it."""
+        return self._norm(x, self._final_norm)
+
     def weight_bytes(self) -> int:
         """Bytes of all weights. A tied head counts once, or twice where GEMMs need it packed."""
         shares_embedding = self.config.tie_word_embeddings and not self._head.is_packed
