@@ -15,6 +15,7 @@ instead of 490 us, and no logarithms instead of 500 us of them (one core of 2, x
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
@@ -64,15 +65,19 @@ def at_node(base: int, node: int) -> int:
 
 
 def gumbel_of(uniform: F64) -> F64:
-    """Standard Gumbel noise of uniforms in (0, 1), precise in the long right tail (u near 0)."""
-    result: F64 = -np.log(-np.log1p(-uniform))
-    return result
+    """[n] standard Gumbel noise of uniforms in (0, 1), precise in the long right tail (u near 0).
+
+    One by one through the C library's logarithms, which the native sampler calls, too: numpy's own
+    differ from them, and from machine to machine, in the last bit.
+    """
+    return np.array([-math.log(-math.log1p(-u)) for u in uniform.tolist()], dtype=np.float64)
 
 
 def _cell_bounds() -> tuple[F32, F32]:
     """Lowest and highest Gumbel, [2^16] each, of a uniform whose 16 leading bits are the index."""
     cells = np.arange(_CELLS + 1, dtype=np.float64) / _CELLS
-    bounds = gumbel_of(np.clip(cells, _SMALLEST_UNIFORM, _LARGEST_UNIFORM)).astype(np.float32)
+    clipped = np.clip(cells, _SMALLEST_UNIFORM, _LARGEST_UNIFORM)
+    bounds = (-np.log(-np.log1p(-clipped))).astype(np.float32)
     return bounds[1:], bounds[:-1]
 
 

@@ -1,8 +1,15 @@
 """Rows of logits in, tokens out: one pipeline for plain decoding and every draft position."""
 
-from specserve.sampler.choose import Proposal, choose, choose_row, draft_choice, logprobs
+from specserve.sampler.choose import (
+    Proposal,
+    choose,
+    choose_row,
+    choose_row_in_numpy,
+    draft_choice,
+    logprobs,
+)
 from specserve.sampler.pipeline import process_logits, process_row
-from specserve.sampler.rows import LogitsRow, RowError, as_rows
+from specserve.sampler.rows import LogitsRow, RowError, as_rows, edited
 
 __all__ = [
     "LogitsRow",
@@ -11,7 +18,9 @@ __all__ = [
     "as_rows",
     "choose",
     "choose_row",
+    "choose_row_in_numpy",
     "draft_choice",
+    "edited",
     "logprobs",
     "process_logits",
     "process_row",

@@ -18,10 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.noise import Floats, Ids, Noise, Purpose, at_node, race
-from specserve.sampler.pipeline import best_first, mass, num_in_nucleus, process_row, tempered
-from specserve.sampler.rows import LogitsRow, RowError, as_rows, best_logit, edited
+from specserve.noise import MAX_SEED, Floats, Ids, Noise, Purpose, at_node, race
+from specserve.sampler.pipeline import (
+    MASS_UNIT,
+    best_first,
+    mass,
+    nucleus_mass,
+    num_in_nucleus,
+    process_row,
+    tempered,
+)
+from specserve.sampler.rows import LogitsRow, RowError, as_rows, best_logit, check_best, edited
 from specserve.types import SamplingParams, TokenLogprobs
+from specserve_kernels import native_sampler
 
 # Distances below the best weight within which a filter first looks for what it keeps.
 _MARGINS = (4.0, 8.0, 16.0, 32.0)
@@ -57,9 +66,41 @@ def choose_row(
 ) -> int:
     """One row of `choose`; [V] logits without padding ids. Raises RowError.
 
-    sharpness: the processed log weights are multiplied by it (a proposal's beta)
+    sharpness: > 0; the processed log weights are multiplied by it (a proposal's beta)
     """
     logits = edited(logits, row)
+    if not (native_sampler.available() and native_sampler.fits(logits)):
+        return choose_row_in_numpy(logits, row, noise=noise, purpose=purpose, sharpness=sharpness)
+    request, params = row.request, row.request.params
+    choice = native_sampler.choose_one(
+        native_sampler.RowSpec(
+            logits=native_sampler.address(logits),
+            num_tokens=len(logits),
+            seed_low=request.seed & MAX_SEED,
+            seed_is_negative=request.seed < 0,
+            position=row.position,
+            purpose=purpose,
+            top_p=params.top_p,
+            temperature=0.0 if row.is_greedy else params.temperature,
+            sharpness=sharpness,
+            min_weight=math.log(params.min_p) if params.min_p > 0 else -math.inf,
+            top_k=min(params.top_k, len(logits)),
+        )
+    )
+    if choice.token_id < 0:
+        check_best(choice.best, row)
+    return int(choice.token_id)
+
+
+def choose_row_in_numpy(
+    logits: Floats,
+    row: LogitsRow,
+    *,
+    noise: Noise,
+    purpose: Purpose = Purpose.TARGET,
+    sharpness: float = 1.0,
+) -> int:
+    """`choose_row` after `edited`: the oracle of the native sampler, and for where it is not."""
     best_id, best = best_logit(logits, row)
     if row.is_greedy:
         return best_id
@@ -115,23 +156,15 @@ def _best(ids: Ids, values: Floats, num_kept: int, lowest: np.floating[Any]) -> 
 def _top_p_ids(weights: Floats, top_p: float, ids: Ids | None) -> Ids:
     """Ascending ids of the nucleus of [V] weights, restricted to `ids` if given."""
     if ids is None:
-        total = mass(weights)
-        # A little more than the nucleus, so that rounding cannot leave any of it out.
-        enough = top_p * total * (1 + 1e-6)
-        ids = next(
-            ids
-            for ids in _near_best(weights)
-            if len(ids) == len(weights) or mass(weights[ids]) >= enough
-        )
+        enough = nucleus_mass(top_p, mass(weights))
+        ids = next(ids for ids in _near_best(weights) if mass(weights[ids]) >= enough)
     else:
-        restricted = np.full_like(weights, -np.inf)
-        restricted[ids] = weights[ids]
-        total = mass(restricted)
+        enough = nucleus_mass(top_p, mass(weights[ids]))
     values = weights[ids]
     falling = values.copy()
     falling.sort()  # values alone: far faster than a stable order of ids
     falling = falling[::-1]
-    num_kept = num_in_nucleus(falling, top_p, total)
+    num_kept = num_in_nucleus(falling, enough)
     return _best(ids, values, num_kept, falling[num_kept - 1])
 
 
@@ -186,7 +219,7 @@ def _sampled(
         noise=noise,
     )
     probs = torch.zeros(vocab_size, dtype=torch.float32)
-    probs[: len(weights)] = torch.from_numpy(np.exp(weights) / mass(weights))
+    probs[: len(weights)] = torch.from_numpy(np.exp(weights) / (mass(weights) * MASS_UNIT))
     return Proposal(token_id, probs)
 
 
@@ -208,14 +241,22 @@ def logprobs(
 
 def _row_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:
     """[V] -> the chosen token's log-probability and the num_top best."""
-    shifted = logits - logits.max()
-    normaliser = math.log(mass(shifted))
+    known = None
+    if native_sampler.available() and native_sampler.fits(logits):
+        known = native_sampler.masses(logits, num_top)
+    if known is not None and len(known.best_ids) == num_top:
+        best, total, best_ids = np.float32(known.best), known.total, known.best_ids
+    else:  # no native sampler, or a row so damaged or masked that numpy had better look at it
+        best = logits.max()
+        shifted = logits - best
+        total = mass(shifted)
+        best_ids = _top_k_ids(shifted, num_top) if num_top else np.arange(0)
+    normaliser = math.log(total * MASS_UNIT)
 
     def logprob(idx: int) -> float:
-        return max(float(shifted[idx]) - normaliser, _LOWEST_LOGPROB)
+        return max(float(logits[idx] - best) - normaliser, _LOWEST_LOGPROB)
 
-    best = _top_k_ids(shifted, num_top) if num_top else np.arange(0)
-    best = best[best_first(shifted[best])]
+    best_ids = best_ids[best_first(logits[best_ids] - best)]
     return TokenLogprobs(
-        logprob=logprob(token_id), top=tuple((idx, logprob(idx)) for idx in best.tolist())
+        logprob=logprob(token_id), top=tuple((idx, logprob(idx)) for idx in best_ids.tolist())
     )

@@ -6,6 +6,7 @@ that depends on V alone: a row's result is bit for bit the same whatever its bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -111,14 +112,19 @@ def best_logit(logits: Floats, row: LogitsRow) -> tuple[int, float]:
     """(token id, value) of the largest of [V], the lowest id among equals; RowError if none."""
     token_id = int(logits.argmax())  # numpy: the first of equals, and the first NaN if any
     value = float(logits[token_id])
-    if value == -np.inf:
+    check_best(value, row)
+    return token_id, value
+
+
+def check_best(value: float, row: LogitsRow) -> None:
+    """Raises RowError if nothing can be chosen from a row whose largest logit is `value`."""
+    if value == -math.inf:
         raise RowError(
             f"every token is masked at position {row.position}: logit_bias and min_tokens leave "
             "nothing to choose from; lower min_tokens or ban fewer tokens"
         )
-    if not np.isfinite(value):
+    if not math.isfinite(value):
         raise RowError(
             f"the logits at position {row.position} hold {value}: the model's weights or "
             "activations are damaged, or logit_bias is not finite"
         )
-    return token_id, value
