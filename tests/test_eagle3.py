@@ -15,7 +15,6 @@ from specserve.errors import ConfigError, ModelError
 from specserve.noise import Purpose, gumbel
 from specserve_drafts import DRAFTERS, DrafterResources
 from specserve_drafts.eagle3 import Eagle3Drafter
-from specserve_drafts.eagle3_files import load_eagle3
 from specserve_drafts.eagle3_model import Eagle3Layer
 from tests.eagle3_reference import (
     FORMATS,
@@ -298,9 +297,9 @@ def test_nothing_is_guessed_before_the_states_have_come(tmp_path: Path) -> None:
 
 
 def test_a_long_prompt_is_caught_up_with_in_bounded_steps(tmp_path: Path) -> None:
-    loaded = load_eagle3(specforge(tmp_path), target_parts(), vocab_size=V)
+    layer = Eagle3Layer.load(specforge(tmp_path), target_parts(), V)
     drafter = Eagle3Drafter(
-        Eagle3Layer(*loaded),
+        layer,
         vocab_size=V,
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK,

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from specserve.drafting import Draft, DraftRow, Outcome
-from specserve.kv_cache import KVCache, kv_bytes_per_token
+from specserve.kv_cache import KVCache
 from specserve_drafts.eagle3_attention import DenseContext
-from specserve_drafts.eagle3_files import load_eagle3
 from specserve_drafts.eagle3_model import Eagle3Layer
 from specserve_drafts.eagle3_states import Track, begin
 from specserve_drafts.growing import Node, Vocabulary, Wish, grow
@@ -72,9 +71,6 @@ class Eagle3Drafter:
         # The state at each block's last position: [P, H']
         self._tails = torch.zeros(num_blocks, config.layer.hidden_size, dtype=layer.dtype)
         self._tracks: dict[int, Track] = {}
-
-    def weight_bytes(self) -> int:
-        return self._layer.weights.nbytes()
 
     # ---- states --------------------------------------------------------------------------
 
@@ -286,19 +282,11 @@ def _groups(indices: Seq[int], lengths: Seq[int]) -> Iterator[list[int]]:
         yield group
 
 
-def eagle3_kv_bytes_per_token(layer: Eagle3Layer, block_size: int) -> int:
-    """Keys and values, and the share of one state per block (rounded up)."""
-    config = layer.config.layer
-    tail = -(-config.hidden_size * layer.dtype.itemsize // block_size)
-    return tail + kv_bytes_per_token(
-        layers=1, kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=layer.dtype
-    )
-
-
 def make_eagle3(resources: DrafterResources) -> Eagle3Drafter:
-    target = need_parts("eagle3", resources.argument, resources.target)
-    assert resources.argument  # need_parts
-    layer = Eagle3Layer(*load_eagle3(resources.argument, target, vocab_size=resources.vocab_size))
+    layer = resources.head
+    if not isinstance(layer, Eagle3Layer):
+        path, target = need_parts("eagle3", resources.argument, resources.target)
+        layer = Eagle3Layer.load(path, target, resources.vocab_size)
     return Eagle3Drafter(
         layer,
         vocab_size=resources.vocab_size,

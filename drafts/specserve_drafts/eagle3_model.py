@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specserve.kv_cache import kv_bytes_per_token
 from specserve.models.linear import Weight
 from specserve.models.rope import cos_sin, inverse_frequencies, rotate
-from specserve_drafts.eagle3_files import Eagle3Config, Eagle3Weights
+from specserve_drafts.eagle3_files import Eagle3Config, Eagle3Weights, load_eagle3
+from specserve_drafts.head_files import TargetParts
 
 
 class Eagle3Layer:
@@ -25,6 +27,21 @@ class Eagle3Layer:
         self.dtype = weights.norm.dtype
         self._inv_freq, self._rope_factor = inverse_frequencies(
             config.layer.rope, config.layer.head_dim
+        )
+
+    @classmethod
+    def load(cls, path: str, target: TargetParts, vocab_size: int) -> Eagle3Layer:
+        return cls(*load_eagle3(path, target, vocab_size=vocab_size))
+
+    def weight_bytes(self) -> int:
+        return self.weights.nbytes()
+
+    def kv_bytes_per_token(self, block_size: int) -> int:
+        """Keys and values, and the share of one state per block (rounded up)."""
+        layer = self.config.layer
+        state = -(-layer.hidden_size * self.dtype.itemsize // block_size)
+        return state + kv_bytes_per_token(
+            layers=1, kv_heads=layer.num_kv_heads, head_dim=layer.head_dim, dtype=self.dtype
         )
 
     def fuse(self, hidden: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any  # JSON documents
+from typing import Any, Protocol  # Any: JSON documents
 
 import msgspec
 import torch
@@ -41,7 +41,20 @@ class TargetParts(msgspec.Struct, frozen=True, kw_only=True):
     pack: Pack = GemmWeight
 
 
-def need_parts(name: str, argument: str | None, target: TargetParts | None) -> TargetParts:
+class Head(Protocol):
+    """A drafter's weights, loaded; what the memory plan asks of them."""
+
+    def weight_bytes(self) -> int: ...
+
+    def kv_bytes_per_token(self, block_size: int) -> int:
+        """Bytes per slot of the shared pool, whatever is kept per block included."""
+        ...
+
+
+def need_parts(
+    name: str, argument: str | None, target: TargetParts | None
+) -> tuple[str, TargetParts]:
+    """(path, target). ConfigError where either is missing."""
     if not argument:
         raise ConfigError(f"drafter {name!r} needs a checkpoint: write {name}:PATH")
     if target is None:
@@ -49,7 +62,7 @@ def need_parts(name: str, argument: str | None, target: TargetParts | None) -> T
             f"drafter {name!r} reads the target's hidden states, and this target shows none: use "
             "a model that the native decoder runs, or another drafter"
         )
-    return target
+    return argument, target
 
 
 def read_checkpoint(

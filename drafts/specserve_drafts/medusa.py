@@ -52,13 +52,26 @@ class MedusaHead(NamedTuple):
         return self.out.apply(x)
 
 
+class MedusaHeads(NamedTuple):
+    heads: tuple[MedusaHead, ...]
+
+    def weight_bytes(self) -> int:
+        return sum(
+            head.out.nbytes + sum(weight.nbytes + bias.nbytes for weight, bias in head.blocks)
+            for head in self.heads
+        )
+
+    def kv_bytes_per_token(self, block_size: int) -> int:
+        return 0
+
+
 class MedusaDrafter:
     name = "medusa"
     keeps_kv = False
 
-    def __init__(self, heads: Seq[MedusaHead], target: TargetParts, *, vocab_size: int) -> None:
+    def __init__(self, heads: MedusaHeads, target: TargetParts, *, vocab_size: int) -> None:
         self.hidden_layers = (target.num_layers,)
-        self._heads = tuple(heads)
+        self._heads = heads.heads
         self._final_norm = target.final_norm
         self._vocabulary = Vocabulary(vocab_size)
         self._states = LastStates(target.dtype)
@@ -104,7 +117,7 @@ class MedusaDrafter:
         self._states.forget(seq_id)
 
 
-def load_medusa(path: str, target: TargetParts, *, vocab_size: int) -> list[MedusaHead]:
+def load_medusa(path: str, target: TargetParts, vocab_size: int) -> MedusaHeads:
     """ModelError says what does not fit, and how to convert a pickle."""
     config, tensors = read_checkpoint(path, FILE, HOW_TO_CONVERT)
     num_heads = whole_number(config, path, "medusa_num_heads", None)
@@ -128,11 +141,12 @@ def load_medusa(path: str, target: TargetParts, *, vocab_size: int) -> list[Medu
         rows = max(own.num_rows(out), vocab_size)  # padding is fine, missing tokens are not
         heads.append(MedusaHead(blocks, target.pack(own.take(out, rows, width))))
     own.refuse_leftovers()
-    return heads
+    return MedusaHeads(tuple(heads))
 
 
 def make_medusa(resources: DrafterResources) -> MedusaDrafter:
-    target = need_parts("medusa", resources.argument, resources.target)
-    assert resources.argument  # need_parts
-    heads = load_medusa(resources.argument, target, vocab_size=resources.vocab_size)
+    path, target = need_parts("medusa", resources.argument, resources.target)
+    heads = resources.head
+    if not isinstance(heads, MedusaHeads):
+        heads = load_medusa(path, target, resources.vocab_size)
     return MedusaDrafter(heads, target, vocab_size=resources.vocab_size)

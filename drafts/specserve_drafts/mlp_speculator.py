@@ -51,6 +51,14 @@ class MlpSpeculator(NamedTuple):
     steps: tuple[MlpStep, ...]
     scales_input: bool
 
+    def weight_bytes(self) -> int:
+        """Steps may share tensors: each counts once."""
+        parts = [part for step in self.steps for part in step]
+        return sum({id(part): part.nbytes for part in parts}.values())
+
+    def kv_bytes_per_token(self, block_size: int) -> int:
+        return 0
+
     def first_state(self, states: Tensor) -> Tensor:
         """[n, E] of the target -> [n, E]"""
         return _rms(states) / math.sqrt(2) if self.scales_input else states
@@ -129,7 +137,7 @@ class MlpSpeculatorDrafter:
         self._states.forget(seq_id)
 
 
-def load_mlp_speculator(path: str, target: TargetParts, *, vocab_size: int) -> MlpSpeculator:
+def load_mlp_speculator(path: str, target: TargetParts, vocab_size: int) -> MlpSpeculator:
     """ModelError says what does not fit."""
     config, tensors = read_checkpoint(path)
     if config.get("model_type") != "mlp_speculator":
@@ -175,7 +183,8 @@ def load_mlp_speculator(path: str, target: TargetParts, *, vocab_size: int) -> M
 
 
 def make_mlp_speculator(resources: DrafterResources) -> MlpSpeculatorDrafter:
-    target = need_parts("mlp_speculator", resources.argument, resources.target)
-    assert resources.argument  # need_parts
-    speculator = load_mlp_speculator(resources.argument, target, vocab_size=resources.vocab_size)
+    path, target = need_parts("mlp_speculator", resources.argument, resources.target)
+    speculator = resources.head
+    if not isinstance(speculator, MlpSpeculator):
+        speculator = load_mlp_speculator(path, target, resources.vocab_size)
     return MlpSpeculatorDrafter(speculator, target, vocab_size=resources.vocab_size)

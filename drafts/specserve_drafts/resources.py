@@ -11,7 +11,7 @@ from specserve.drafting import Draft, DraftRow
 from specserve.errors import ConfigError
 from specserve.models.interface import CausalLM
 from specserve.types import Request
-from specserve_drafts.head_files import TargetParts
+from specserve_drafts.head_files import Head, TargetParts
 
 # The output that a request is known to get, as recorded from a run without speculation.
 Truth = Callable[[Request], Seq[int] | None]
@@ -25,6 +25,7 @@ class DrafterResources(msgspec.Struct, frozen=True, kw_only=True):
     model:         of a draft model; its KV shares block ids with the target's
     max_positions: the most positions that model can represent; None: as many as the target
     target:        of drafters that read hidden states: what they share with the target
+    head:          of those drafters: what `heads.py` has loaded; None: load it now
     truth, script: of the drafters that tests and studies compose
     """
 
@@ -35,6 +36,7 @@ class DrafterResources(msgspec.Struct, frozen=True, kw_only=True):
     model: CausalLM | None = None
     max_positions: int | None = None
     target: TargetParts | None = None
+    head: Head | None = None
     truth: Truth | None = None
     script: Script | None = None
 
