@@ -24,6 +24,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 256
+MAX_DRAFT_WIDTH = 16
 # Logits are divided by it: a far smaller one makes them infinite.
 MIN_REPETITION_PENALTY = 0.01
 
@@ -36,7 +37,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     block_size: int
     max_draft_tokens: int
-    drafters: tuple[str, ...]  # "none" included
+    drafters: tuple[str, ...]  # "none" included, "auto" where there is a choice
     default_drafter: str
     default_draft_tokens: int
     default_verify: VerifyRule
@@ -51,13 +52,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         eos_ids: frozenset[int],
         drafters: tuple[str, ...],
     ) -> Limits:
+        """drafters: "none" and the loaded ones"""
         return cls(
             vocab_size=vocab_size,
             max_model_len=config.max_model_len,
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             max_draft_tokens=config.max_draft_tokens,
-            drafters=drafters,
+            drafters=(*drafters, "auto") if set(drafters) - {"none"} else drafters,
             default_drafter=config.default_drafter,
             default_draft_tokens=config.default_draft_tokens,
             default_verify=config.default_verify,
@@ -75,6 +77,7 @@ def make_requests(
     priority: int = 0,
     cache_salt: str | None = None,
     traceparent: str | None = None,
+    prediction_ids: Seq[int] = (),
 ) -> list[Request]:
     """n Requests for one prompt; RequestError names the field, the value and the limit.
 
@@ -91,7 +94,7 @@ def make_requests(
     max_tokens = _resolve_max_tokens(params.max_tokens, len(prompt_ids), limits)
     # Resolved first, so that a minimum beyond the room that is left is refused too.
     _check_int("min_tokens", params.min_tokens, 0, max_tokens)
-    drafter, num_draft_tokens, verify = _resolve_speculation(speculation or Speculation(), limits)
+    chosen = _resolve_speculation(speculation or Speculation(), limits)
     seed = secrets.randbits(63) if params.seed is None else params.seed
     stop_ids = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
@@ -103,9 +106,11 @@ def make_requests(
             params=msgspec.structs.replace(params, max_tokens=max_tokens),
             # Wraps as a 64-bit counter does.
             seed=(seed + i + 2**63) % 2**64 - 2**63,
-            drafter=drafter,
-            max_draft_tokens=num_draft_tokens,
-            verify=verify,
+            drafter=chosen.drafter,
+            max_draft_tokens=chosen.max_draft_tokens,
+            draft_width=chosen.draft_width,
+            verify=chosen.verify,
+            prediction_ids=tuple(prediction_ids[: limits.max_model_len]),
             stop_ids=stop_ids,
             eos_ids=limits.eos_ids,
             priority=priority,
@@ -218,7 +223,14 @@ def _resolve_max_tokens(max_tokens: int | None, prompt_len: int, limits: Limits)
     return resolved
 
 
-def _resolve_speculation(asked: Speculation, limits: Limits) -> tuple[str, int, VerifyRule]:
+class _Chosen(msgspec.Struct, frozen=True):
+    drafter: str
+    max_draft_tokens: int
+    draft_width: int
+    verify: VerifyRule
+
+
+def _resolve_speculation(asked: Speculation, limits: Limits) -> _Chosen:
     drafter = limits.default_drafter if asked.drafter is None else asked.drafter
     if drafter not in limits.drafters:
         known = ", ".join(limits.drafters)
@@ -235,6 +247,15 @@ def _resolve_speculation(asked: Speculation, limits: Limits) -> tuple[str, int, 
         )
     num_tokens = asked.max_draft_tokens
     if num_tokens is None:
-        num_tokens = limits.default_draft_tokens
+        by_choice = drafter == "auto"
+        num_tokens = limits.max_draft_tokens if by_choice else limits.default_draft_tokens
     _check_int("speculation.max_draft_tokens", num_tokens, 0, limits.max_draft_tokens)
-    return drafter, num_tokens, verify
+    width = 1 if asked.draft_width is None else asked.draft_width
+    _check_int("speculation.draft_width", width, 1, MAX_DRAFT_WIDTH)
+    if drafter == "auto" and asked.draft_width is not None:
+        raise RequestError(
+            f"speculation.draft_width is {width}, but with drafter 'auto' the server chooses it: "
+            "name a drafter, or leave draft_width out",
+            param="speculation.draft_width",
+        )
+    return _Chosen(drafter, num_tokens, width, verify)

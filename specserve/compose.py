@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,15 +16,19 @@ from specserve.config import EngineConfig
 from specserve.drafting import Drafter
 from specserve.engine import Engine
 from specserve.errors import ConfigError
+from specserve.measuring import measure_profile
 from specserve.memory import GIB, MemoryReport, growth_while, physical_memory, plan_memory
 from specserve.models.config import parse_model_config
 from specserve.models.decoder import Decoder
 from specserve.options import EngineOptions
 from specserve.runner import ModelRunner
+from specserve.speculation.costs import UNMEASURED
 from specserve.speculation.speculator import Speculator
 from specserve.tokenizer import Tokenizer, check_same_vocabulary
 from specserve.weights import load_weights, read_config, resolve_model
 from specserve_drafts import DRAFTERS, DrafterResources, parse_drafter_spec
+from specserve_drafts.head_files import Head, TargetParts
+from specserve_drafts.heads import load_heads
 from specserve_kernels import make_backend
 from specserve_kernels.interface import PagedBatch
 from specserve_observability.metrics import Metrics
@@ -35,6 +40,8 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
+
+MODEL_DRAFTERS = ("draft_model", "pard")  # whole language models with the target's tokenizer
 
 LEAST = {
     "threads": 0,
@@ -66,6 +73,18 @@ class LoadedModel(msgspec.Struct, frozen=True):
         """Ids that may be chosen: logits are often padded beyond the tokenizer's."""
         return min(self.tokenizer.vocab_size, self.decoder.vocab_size)
 
+    @property
+    def parts(self) -> TargetParts:
+        """What drafters that read hidden states share with it."""
+        return TargetParts(
+            num_layers=self.decoder.config.num_layers,
+            hidden_size=self.decoder.config.hidden_size,
+            max_positions=self.decoder.max_position_embeddings,
+            embedding=self.decoder.embedding,
+            final_norm=self.decoder.final_norm,
+            dtype=self.decoder.dtype,
+        )
+
 
 def build_engine(
     options: EngineOptions,
@@ -84,16 +103,20 @@ def build_engine(
     target = load_model(options.model, dtype, options.backend, say)
     say(f"GEMM call sizes that agree bit for bit here: {_ranges(target.decoder.call_sizes)}")
     drafts = load_draft_models(options, dtype, target, say)
-    memory = _plan_blocks(options, target, drafts)
+    heads = load_heads(
+        parse_drafter_spec(options.drafters), target.parts, vocab_size=target.vocab_size
+    )
+    memory = _plan_blocks(options, target, drafts, heads)
     config = _engine_config(options, memory, target)
-    drafters = _make_drafters(options, config, target, drafts)
+    drafters = _make_drafters(options, config, target, drafts, heads)
     names = tuple(drafters)
     runner = ModelRunner(
         target.decoder,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         vocab_size=target.vocab_size,
-        speculator=Speculator(drafters, vocab_size=target.vocab_size),
+        speculator=_make_speculator(options, target, drafters, say),
+        hidden_size=target.decoder.config.hidden_size,
     )
     engine = Engine(
         model_name=model_name or options.model,
@@ -119,7 +142,12 @@ def check_options(options: EngineOptions) -> None:
         if value < least:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} is {value}, it must be at least {least}")
-    for name, value in (("kv-cache-gb", options.kv_cache_gb), ("memory-gb", options.memory_gb)):
+    for name, value in (
+        ("kv-cache-gb", options.kv_cache_gb),
+        ("memory-gb", options.memory_gb),
+        ("draft-sharpness", options.draft_sharpness),
+        ("itl-target-ms", options.itl_target_ms),
+    ):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name} is {value}, it must be a number above 0")
     if options.max_num_batched_tokens < options.max_num_seqs:
@@ -133,8 +161,8 @@ def check_options(options: EngineOptions) -> None:
             f"({options.max_draft_tokens})"
         )
     for name, argument in parse_drafter_spec(options.drafters):
-        if name == "draft_model" and not argument:
-            raise ConfigError("--drafters draft_model needs a model: draft_model:PATH")
+        if name in MODEL_DRAFTERS and not argument:
+            raise ConfigError(f"--drafters {name} needs a model: {name}:PATH")
     check_backend(options.backend)
 
 
@@ -182,10 +210,10 @@ def load_model(name: str, dtype: str, backend: str, say: Say) -> LoadedModel:
 def load_draft_models(
     options: EngineOptions, dtype: str, target: LoadedModel, say: Say
 ) -> Mapping[str, Decoder]:
-    """Decoders of the draft_model entries, by path; same tokenizer checked id for id."""
+    """Decoders of drafters that are models, by path; same tokenizer checked id for id."""
     loaded = {}
     for name, argument in parse_drafter_spec(options.drafters):
-        if name != "draft_model":
+        if name not in MODEL_DRAFTERS:
             continue
         assert argument  # check_options
         draft = load_model(argument, dtype, options.backend, say)
@@ -199,6 +227,7 @@ def _make_drafters(
     config: EngineConfig,
     target: LoadedModel,
     drafts: Mapping[str, Decoder],
+    heads: Mapping[str, Head],
 ) -> dict[str, Drafter]:
     drafters: dict[str, Drafter] = {}
     for name, argument in parse_drafter_spec(options.drafters):
@@ -211,24 +240,63 @@ def _make_drafters(
             max_positions=_max_positions(drafts.get(argument or "")),
             num_blocks=config.num_blocks,
             block_size=config.block_size,
+            target=target.parts,
+            head=heads.get(name),
         )
         drafters[name] = DRAFTERS[name](resources)
     return drafters
+
+
+def _default_drafter(options: EngineOptions) -> str:
+    names = [name for name, _ in parse_drafter_spec(options.drafters) if name != "none"]
+    if not names or options.speculation == "off":
+        return "none"
+    return "auto" if options.speculation == "auto" else names[0]
+
+
+def _make_speculator(
+    options: EngineOptions, target: LoadedModel, drafters: Mapping[str, Drafter], say: Say
+) -> Speculator:
+    """With the costs of this model on this machine, where there is anything to choose."""
+    profile = UNMEASURED
+    if drafters:
+        started = time.perf_counter()
+        profile = measure_profile(
+            target.decoder,
+            block_size=options.block_size,
+            max_tokens=options.max_num_batched_tokens,
+        )
+        say(
+            f"forward costs measured in {time.perf_counter() - started:.1f} s, ms by tokens: "
+            + ", ".join(f"{c.num_tokens}: {1e3 * c.all_logits:.1f}" for c in profile.sizes)
+        )
+    return Speculator(
+        drafters,
+        vocab_size=target.vocab_size,
+        profile=profile,
+        itl_target=options.itl_target_ms and options.itl_target_ms / 1e3,
+        sharpness=options.draft_sharpness,
+    )
 
 
 # ---- memory ------------------------------------------------------------------------------
 
 
 def _plan_blocks(
-    options: EngineOptions, target: LoadedModel, drafts: Mapping[str, Decoder]
+    options: EngineOptions,
+    target: LoadedModel,
+    drafts: Mapping[str, Decoder],
+    heads: Mapping[str, Head],
 ) -> MemoryReport:
     models = [target.decoder, *drafts.values()]
     budget = int(options.memory_gb * GIB) if options.memory_gb else physical_memory() // 2
     return plan_memory(
         budget=budget,
-        weights=sum(model.weight_bytes() for model in models),
+        weights=sum(model.weight_bytes() for model in models)
+        + sum(head.weight_bytes() for head in heads.values()),
         activation=sum(measure_activation(model, options) for model in models),
-        kv_bytes_per_token=sum(model.kv_bytes_per_token() for model in models),
+        kv_bytes_per_token=sum(model.kv_bytes_per_token() for model in models)
+        + sum(head.kv_bytes_per_token(options.block_size) for head in heads.values()),
         block_size=options.block_size,
         kv_limit=int(options.kv_cache_gb * GIB),
     )
@@ -269,7 +337,6 @@ def _engine_config(
             f"{target.decoder.max_position_embeddings} and the KV pool holds {memory.num_tokens} "
             "tokens (raise --kv-cache-gb)"
         )
-    specs = parse_drafter_spec(options.drafters)
     return EngineConfig(
         block_size=options.block_size,
         num_blocks=memory.num_blocks,
@@ -279,7 +346,7 @@ def _engine_config(
         max_prefill_chunk=options.max_prefill_chunk,
         max_waiting=options.max_waiting,
         enable_prefix_caching=options.prefix_caching,
-        default_drafter=specs[0][0] if specs else "none",
+        default_drafter=_default_drafter(options),
         default_draft_tokens=options.draft_tokens,
         max_draft_tokens=options.max_draft_tokens,
         default_verify=options.verify,

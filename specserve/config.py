@@ -9,6 +9,7 @@ import msgspec
 from specserve.types import VerifyRule
 
 DType = Literal["auto", "int8", "bf16", "fp32", "fp64"]
+SpeculationMode = Literal["auto", "fixed", "off"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +22,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 1024  # requests queued before new ones get 429
     enable_prefix_caching: bool = True
     default_drafter: str = "none"
-    default_draft_tokens: int = 3  # K where a request does not say
+    default_draft_tokens: int = 3  # K where a request names a drafter and no K
     max_draft_tokens: int = 15  # the largest K a request may ask for
     default_verify: VerifyRule = "replay"

@@ -7,7 +7,7 @@ It runs on the worker thread inside the step, and its guesses never outlive the 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -62,6 +62,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NO_DRAFT = Draft()
+_ONE: Final = 1.0 + 1e-5  # rounding
 
 
 def chain(
@@ -98,6 +99,23 @@ def leading(draft: Draft, num_nodes: int) -> Draft:
     )
 
 
+def pruned(draft: Draft, nodes: Seq[int]) -> Draft:
+    """Only these nodes, ascending, each with its parent among them."""
+    if len(nodes) == len(draft.token_ids):
+        return draft
+    if not nodes or nodes[-1] == len(nodes) - 1:
+        return leading(draft, len(nodes))
+    place = {node: at for at, node in enumerate(nodes)}
+    place[-1] = -1
+    return Draft(
+        token_ids=tuple(draft.token_ids[node] for node in nodes),
+        parents=tuple(place[draft.parents[node]] for node in nodes),
+        probs=None if draft.probs is None else draft.probs[list(nodes)],
+        kv_len=draft.kv_len,
+        scores=tuple(draft.scores[node] for node in nodes) if draft.scores else (),
+    )
+
+
 def first_chain(draft: Draft) -> Draft:
     """The path of first children: what a rule for chains can use of a tree."""
     path: list[int] = []
@@ -122,6 +140,8 @@ def fault_of(draft: Draft) -> str | None:
         return f"{len(draft.token_ids)} token ids but {len(draft.probs)} rows of probs"
     if draft.scores and len(draft.scores) != len(draft.token_ids):
         return f"{len(draft.token_ids)} token ids but {len(draft.scores)} scores"
+    if not all(0.0 <= score <= _ONE for score in draft.scores):  # NaN fails, too
+        return f"scores {draft.scores} must lie in [0, 1]"
     for idx, (token_id, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
         if not isinstance(token_id, int) or not isinstance(parent, int):
             return f"guess {idx} has token id {token_id!r} and parent {parent!r}"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from specserve.config import DType
+from specserve.config import DType, SpeculationMode
 from specserve.types import VerifyRule
 
 
@@ -30,10 +30,27 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     backend: Annotated[str, _help("kernels: auto, cpu, or reference (slow, readable)")] = "auto"
     threads: Annotated[int, _help("threads for tensor work; 0: one per core")] = 0
     drafters: Annotated[
-        str, _help("guessers to load: none, ngram, draft_model:PATH; the first is the default")
+        str, _help("guessers to load, by comma: suffix, ngram, draft_model:PATH; none: nobody")
     ] = "ngram"
-    draft_tokens: Annotated[int, _help("K, guesses per step, where a request names none")] = 3
-    max_draft_tokens: Annotated[int, _help("the largest K that a request may ask for")] = 15
+    speculation: Annotated[
+        SpeculationMode,
+        _help(
+            "where a request says nothing: auto: who guesses, and how much, is chosen in each "
+            "step by measured cost; fixed: the first of --drafters with --draft-tokens; off: nobody"
+        ),
+    ] = "auto"
+    draft_tokens: Annotated[
+        int, _help("K, guesses per step, where a drafter is named and no K, and with fixed")
+    ] = 3
+    max_draft_tokens: Annotated[int, _help("the largest K, asked for or chosen")] = 15
+    draft_sharpness: Annotated[
+        float | None,
+        _help("beta: drafts are drawn from softmax(beta * log q); default: learned while serving"),
+    ] = None
+    itl_target_ms: Annotated[
+        float | None,
+        _help("choose no guesses that would make a step longer than this; default: no target"),
+    ] = None
     verify: Annotated[VerifyRule, _help("replay: exact; rejection: same law, other text")] = (
         "replay"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import msgspec
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from specserve.drafting import Draft, Outcome, is_chain
 from specserve.kv_cache import KVCache
-from specserve.models.interface import CausalLM
+from specserve.models.interface import Capture, CausalLM
 from specserve.noise import Noise
 from specserve.sampler import RowError, logprobs
-from specserve.speculation.speculator import ChosenDraft, Learned, Speculator, kv_lens_after
+from specserve.speculation.chosen import ChosenDraft, Learned, kv_lens_after
+from specserve.speculation.speculator import Speculator
 from specserve.types import BatchPlan, RowPlan, RowResult, StepResult, StepTimings, TokenLogprobs
 from specserve.verifier import Verdict, verify
 from specserve_kernels.interface import PagedBatch
@@ -90,28 +92,39 @@ class ModelRunner:
         block_size: int,
         vocab_size: int,
         speculator: Speculator,
+        hidden_size: int = 0,
     ) -> None:
-        """vocab_size: ids the tokenizer knows; logits beyond it are padding and never win."""
+        """vocab_size: ids the tokenizer knows; logits beyond it are padding and never win
+
+        hidden_size: D, where a drafter wants to see hidden states
+        """
         self._model = model
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._speculator = speculator
+        self._hidden_layers = speculator.hidden_layers
+        self._hidden_size = hidden_size
         self._kv_cache: KVCache = model.new_kv_cache(num_blocks, block_size)
 
     @torch.inference_mode()
     def execute(self, plan: BatchPlan) -> StepResult:
         draft_start = time.time()
         self._speculator.forget(plan.released)
-        chosen = self._speculator.draft(plan.rows)
+        drafts = self._speculator.draft(plan.rows)
+        chosen = drafts.rows
         forward_start = time.time()
         packed = pack(plan.rows, [one.draft for one in chosen], self._block_size)
-        logits = self._forward(packed)
+        states = self._new_states(len(packed.input_ids))
+        logits = self._forward(packed, states)
         verify_start = time.time()
         verified = self._verify(plan.rows, chosen, packed.num_logits, logits)
         end = time.time()
+        outcomes = _outcomes(plan.rows, verified, packed.batch.query_start_loc, states)
         self._speculator.learn(
-            _learned(
-                plan.rows, verified, forward=verify_start - forward_start, verify=end - verify_start
+            Learned(
+                outcomes=outcomes,
+                forward_seconds=verify_start - forward_start,
+                verify_seconds=end - verify_start,
             )
         )
         return StepResult(
@@ -124,11 +137,21 @@ class ModelRunner:
             ),
         )
 
-    def _forward(self, packed: PackedStep) -> Tensor:
-        """[L, V] logits of the sampling rows; writes all rows' KV."""
+    def _new_states(self, num_tokens: int) -> Tensor | None:
+        """[T, A, D] room for the hidden states that drafters want to see; None if none does."""
+        if not self._hidden_layers or not num_tokens:
+            return None
+        dtype = torch.float64 if self._model.dtype == torch.float64 else torch.float32
+        return torch.empty(num_tokens, len(self._hidden_layers), self._hidden_size, dtype=dtype)
+
+    def _forward(self, packed: PackedStep, states: Tensor | None) -> Tensor:
+        """[L, V] logits of the sampling rows; writes all rows' KV, and `states` [T, A, D]."""
         if not packed.input_ids:
             return torch.empty(0, self._model.vocab_size)
-        return self._model.forward(
+        run = self._model.forward
+        if states is not None:
+            run = partial(run, capture=Capture(self._hidden_layers, states))
+        return run(
             torch.tensor(packed.input_ids, dtype=torch.int64),
             torch.tensor(packed.positions, dtype=torch.int64),
             packed.batch,
@@ -217,28 +240,39 @@ class _Verified(msgspec.Struct, frozen=True):
     path: tuple[int, ...] = ()
 
 
-def _learned(
-    rows: Seq[RowPlan], verified: Seq[_Verified], *, forward: float, verify: float
-) -> Learned:
-    """forward, verify: seconds"""
-    good = [(row, one) for row, one in zip(rows, verified, strict=True) if one.result.error is None]
-    return Learned(
-        outcomes=tuple(_outcome(row, one.result) for row, one in good),
-        paths=tuple(one.path for _, one in good),
-        forward_seconds=forward,
-        verify_seconds=verify,
-    )
+def _outcomes(
+    rows: Seq[RowPlan], verified: Seq[_Verified], starts: Seq[int], states: Tensor | None
+) -> tuple[Outcome, ...]:
+    """What the step made known, rows that failed left out.
+
+    starts: [B+1] where each row begins in the packed step
+    states: [T, A, D] or None
+    """
+    outcomes = []
+    for row, one, start in zip(rows, verified, starts[:-1], strict=True):
+        result = one.result
+        if result.error is not None:
+            continue
+        known = row.history[row.start : row.start + row.num_tokens]
+        outcomes.append(
+            Outcome(
+                seq_id=row.seq_id,
+                request=row.request,
+                start=row.start,
+                token_ids=(*known, *result.token_ids),
+                num_computed=row.num_tokens + result.num_accepted,
+                drafter=result.drafter if result.num_draft_tokens else "none",
+                num_drafted=result.num_draft_tokens,
+                num_accepted=result.num_accepted,
+                hidden=None if states is None else _states_of(states, start, row, one.path),
+            )
+        )
+    return tuple(outcomes)
 
 
-def _outcome(row: RowPlan, result: RowResult) -> Outcome:
-    known = row.history[row.start : row.start + row.num_tokens]
-    return Outcome(
-        seq_id=row.seq_id,
-        request=row.request,
-        start=row.start,
-        token_ids=(*known, *result.token_ids),
-        num_computed=row.num_tokens + result.num_accepted,
-        drafter=result.drafter if result.num_draft_tokens else "none",
-        num_drafted=result.num_draft_tokens,
-        num_accepted=result.num_accepted,
-    )
+def _states_of(states: Tensor, start: int, row: RowPlan, path: Seq[int]) -> Tensor:
+    """[num_tokens + len(path), A, D]: the known tokens of a row, then its accepted guesses."""
+    end = start + row.num_tokens
+    if all(node == at for at, node in enumerate(path)):  # a chain: they stand in order already
+        return states[start : end + len(path)]
+    return states[[*range(start, end), *(end + node for node in path)]]

@@ -133,7 +133,7 @@ def _greet(options: ServeOptions, built: Built, port: int) -> None:
         _say(line)
     default = built.engine.config.default_drafter
     _say(
-        f"speculation: {default}, K = {built.engine.config.default_draft_tokens}, "
+        f"speculation: {default}, K = {_default_k(built)}, "
         f"verify {built.engine.config.default_verify}; "
         f"loaded drafters: {', '.join(built.drafter_names) or 'none'}"
     )
@@ -152,6 +152,12 @@ Type next, in another terminal:
 """,
         flush=True,
     )
+
+
+def _default_k(built: Built) -> str:
+    config = built.engine.config
+    chosen = config.default_drafter == "auto"
+    return f"0 to {config.max_draft_tokens}" if chosen else str(config.default_draft_tokens)
 
 
 def _say(line: str) -> None:

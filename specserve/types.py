@@ -44,10 +44,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
-    """Per-request choice; None means the server's default."""
+    """Per-request choice; None means the server's default.
+
+    drafter: "auto" lets the controller choose drafter, K and width in each step, "none" switches
+             speculation off, a name forces that drafter with exactly this K and width
+    max_draft_tokens: K; with "auto" the most it may be
+    draft_width:      the most children a guess may have; chains only if 1. "auto" chooses itself
+    """
 
     drafter: str | None = None
     max_draft_tokens: int | None = None
+    draft_width: int | None = None
     verify: VerifyRule | None = None
 
 

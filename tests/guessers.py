@@ -13,6 +13,13 @@ from specserve_drafts import DRAFTERS, DrafterResources, Script, Truth, recorded
 GUESSERS = ["ngram", "draft_model", "oracle", "anti", "synthetic", "tree"]
 
 
+def every_guesser(
+    model: Decoder, truth: Mapping[tuple[int, ...], Seq[int]], config: EngineConfig
+) -> dict[str, Drafter]:
+    """All of them in one server, as "auto" has them."""
+    return {name: make_guesser(name, model, truth, config) for name in GUESSERS}
+
+
 def make_guesser(
     name: str,
     model: Decoder,

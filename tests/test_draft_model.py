@@ -72,7 +72,7 @@ def decode(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK,
         vocab_size=V,
-        speculator=Speculator({"none": drafter} if drafter else {}, vocab_size=V),
+        speculator=Speculator({"none": drafter} if drafter else {}, vocab_size=V, sharpness=1.0),
     )
     blocks = list(range(NUM_BLOCKS))
     random.Random(0).shuffle(blocks)

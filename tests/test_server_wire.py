@@ -103,7 +103,6 @@ UNSUPPORTED_CHAT = {
     "chat_template_kwargs": {"enable_thinking": True},
     "documents": [{"text": "a"}],
     "audio": {"voice": "a"},
-    "prediction": {"type": "content"},
     "response_format": {"type": "json_schema", "json_schema": {}},
 }
 

@@ -16,7 +16,7 @@ from specserve.server.params import (
     check_stream_options,
     refuse_unsupported,
 )
-from specserve.server.prompts import encode_chat
+from specserve.server.prompts import encode_chat, encode_prediction
 from specserve.server.replies import (
     ChatChoice,
     ChatChunk,
@@ -52,6 +52,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             continue_final_message=body.continue_final_message,
             add_special_tokens=bool(body.add_special_tokens),
         )
+        prediction_ids = await encode_prediction(state.engine, body.prediction)
     names = {"prompt": "messages"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
@@ -60,6 +61,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         body,
         [prompt_ids],
         params,
+        prediction_ids=prediction_ids,
         prefix="chatcmpl",
         default_max_tokens=None,
         param_names=names,

@@ -17,7 +17,7 @@ from specserve.server.params import (
     completion_params,
     refuse_unsupported,
 )
-from specserve.server.prompts import encode_prompts, split_prompts
+from specserve.server.prompts import encode_prediction, encode_prompts, split_prompts
 from specserve.server.replies import Completion, CompletionChoice, CompletionLogprobs
 from specserve.server.state import CONTEXT, STATE, timed_child
 from specserve.server.tally import Tally
@@ -41,11 +41,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
         prompt_ids = await encode_prompts(
             state.engine, prompts, add_special_tokens=body.add_special_tokens is not False
         )
+        prediction_ids = await encode_prediction(state.engine, body.prediction)
     job = make_job(
         request,
         body,
         prompt_ids,
         params,
+        prediction_ids=prediction_ids,
         prefix="cmpl",
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
         param_names={},

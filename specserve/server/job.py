@@ -61,11 +61,13 @@ def make_job(
     prompts: list[list[int]],
     params: SamplingParams,
     *,
+    prediction_ids: Seq[int] = (),
     prefix: str,
     default_max_tokens: int | None,
     param_names: Mapping[str, str],
 ) -> Job:
-    """prefix:             of the reply's id
+    """prediction_ids:     the output that the client expects
+    prefix:             of the reply's id
     default_max_tokens: where max_tokens is not given; fewer where fewer fit. None: as many as fit
     param_names:        what this endpoint calls admission's fields
     """
@@ -75,7 +77,9 @@ def make_job(
     # Made here: two live requests may well carry the same x-request-id.
     reply_id = f"{prefix}-{uuid.uuid4().hex}"
     try:
-        requests = _requests(request, body, prompts, params, reply_id, default_max_tokens)
+        requests = _requests(
+            request, body, prompts, params, prediction_ids, reply_id, default_max_tokens
+        )
     except RequestError as error:
         error.param = param_names.get(error.param or "", error.param)
         raise
@@ -110,6 +114,7 @@ def _requests(
     body: GenerationBody,
     prompts: Seq[Seq[int]],
     params: SamplingParams,
+    prediction_ids: Seq[int],
     reply_id: str,
     default_max_tokens: int | None,
 ) -> list[Request]:
@@ -127,6 +132,7 @@ def _requests(
             priority=0 if body.priority is None else body.priority,
             cache_salt=body.cache_salt,
             traceparent=context.span.traceparent,
+            prediction_ids=prediction_ids,
         )
     ]
 

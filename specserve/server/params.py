@@ -45,7 +45,6 @@ _UNSUPPORTED_CHAT = (
     "chat_template_kwargs",
     "documents",
     "audio",
-    "prediction",
 )
 
 
@@ -189,5 +188,8 @@ def speculation(body: GenerationBody) -> Speculation | None:
     if asked is None:
         return None
     return Speculation(
-        drafter=asked.drafter, max_draft_tokens=asked.max_draft_tokens, verify=asked.verify
+        drafter=asked.drafter,
+        max_draft_tokens=asked.max_draft_tokens,
+        draft_width=asked.draft_width,
+        verify=asked.verify,
     )

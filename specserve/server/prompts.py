@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from specserve.chat_template import render_chat
 from specserve.engine import Engine
 from specserve.errors import RequestError
-from specserve.server.wire import MessageBody, Prompt
+from specserve.server.wire import ContentPart, MessageBody, PredictionBody, Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Long tokens are rare: text with more characters per token of context than this cannot fit.
@@ -171,17 +171,34 @@ def _content_text(message: MessageBody, where: str) -> str:
                 f"{where}.content is missing: it must be a text", param=f"{where}.content"
             )
         return ""
-    if isinstance(message.content, str):
-        return message.content
-    for i, part in enumerate(message.content):
+    return _text_of(message.content, f"{where}.content")
+
+
+def _text_of(content: str | list[ContentPart], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    for i, part in enumerate(content):
         if part.type != "text" or part.text is None:
             raise RequestError(
-                f"{where}.content[{i}] is of type {part.type[:64]!r}, this server reads only parts "
+                f"{where}[{i}] is of type {part.type[:64]!r}, this server reads only parts "
                 "of type 'text'",
-                param=f"{where}.content[{i}]",
+                param=f"{where}[{i}]",
                 code="unsupported_parameter",
             )
-    return "".join(part.text or "" for part in message.content)
+    return "".join(part.text or "" for part in content)
+
+
+async def encode_prediction(engine: Engine, prediction: PredictionBody | None) -> list[int]:
+    """Token ids of the output that the client expects; empty if it expects nothing."""
+    if prediction is None or not prediction.content:
+        return []
+    text = _text_of(prediction.content, "prediction.content")
+    check_text_size(len(text), engine.limits.max_model_len, "prediction.content")
+
+    def encode() -> list[int]:
+        return list(engine.tokenizer.encode(text, add_special_tokens=False))
+
+    return await engine.run_off_loop(encode)
 
 
 def check_ids(token_ids: Seq[int], vocab_size: int, param: str) -> None:

@@ -20,6 +20,7 @@ from specserve.types import VerifyRule
 class SpeculationBody(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str | None = None
     max_draft_tokens: int | None = None
+    draft_width: int | None = None
     verify: VerifyRule | None = None
     detailed: bool | None = None
 
@@ -27,6 +28,18 @@ class SpeculationBody(msgspec.Struct, frozen=True, kw_only=True):
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+    text: str | None = None
+
+
+class PredictionBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What the client expects the output to be, mostly: it is guessed from, and changes no text."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart] | None = None
 
 
 class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +73,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     speculation: SpeculationBody | None = None
+    prediction: PredictionBody | None = None
 
     # Would change the answer; refused unless empty (params.refuse_unsupported).
     response_format: object = None
@@ -88,11 +102,6 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     suffix: object = None
 
 
-class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
-    text: str | None = None
-
-
 class MessageBody(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
@@ -117,7 +126,6 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     chat_template_kwargs: object = None
     documents: object = None
     audio: object = None
-    prediction: object = None
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,202 +1,293 @@
 """Asks drafters for guesses inside the step, and tells them what became of them.
 
-Owns the drafters and the bench. The runner packs, forwards and verifies whatever comes from here.
-A drafter may fail in any way (raise, return nonsense, return too much): its rows then have K = 0.
+Owns the drafters, the bench and the controller. The runner packs, forwards and verifies whatever
+comes from here. A request names its drafter and K (obeyed to the letter) or leaves both to the
+controller ("auto"). A drafter may fail in any way (raise, return nonsense, return too much): its
+rows then have K = 0.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
-from specserve.drafting import (
-    NO_DRAFT,
-    Draft,
-    Drafter,
-    DraftRow,
-    Outcome,
-    fault_of,
-    first_chain,
-    is_chain,
-    leading,
+from specserve.drafting import Draft, Drafter, DraftRow, first_chain, is_chain, pruned
+from specserve.speculation.beliefs import Beliefs
+from specserve.speculation.chosen import (
+    ChosenDraft,
+    Learned,
+    StepDrafts,
+    StepFacts,
+    draft_row,
+    facts_of,
+    no_draft,
+    num_fed,
 )
-from specserve.speculation.bench import Bench
+from specserve.speculation.controller import AutoRow, Call, Controller
+from specserve.speculation.costs import UNMEASURED, Profile, RobustMean
+from specserve.speculation.panel import Panel
+from specserve.speculation.survival import Judged
 from specserve.types import RowPlan
-from specserve_observability.logs import get_logger
 
 # Rules that accept chains only; of a tree they get the path of first children.
 CHAIN_RULES: Final = frozenset({"rejection", "block"})
 
 
-class ChosenDraft(msgspec.Struct, frozen=True, kw_only=True):
-    """What one row verifies in this step.
+class _Proposed(NamedTuple):
+    """One row's proposal of this step, to be compared with what was emitted.
 
-    drafter: whose guesses they are; "none" where nobody was to guess
-    kv_lens: by drafter, its valid KV if no guess is accepted, a prefix of history
-    num_fed: leading guesses whose KV their drafter has written behind kv_lens[drafter]
+    beta: the sharpness it was made with; 0 where that can teach nothing
     """
 
-    draft: Draft = NO_DRAFT
-    drafter: str = "none"
-    kv_lens: Mapping[str, int] = {}
-    num_fed: int = 0
-
-
-class Learned(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a step, rows that failed left out.
-
-    outcomes: hidden, where there is one, holds the layers of `Speculator.hidden_layers`
-    paths:    per outcome, the accepted nodes of its draft, each the parent of the next
-    """
-
-    outcomes: tuple[Outcome, ...]
-    paths: tuple[tuple[int, ...], ...]
-    forward_seconds: float
-    verify_seconds: float
+    name: str
+    judged: Judged
+    width: int
+    beta: float
 
 
 class Speculator:
     """draft() and learn() alternate, once per step, on the worker thread."""
 
-    def __init__(self, drafters: Mapping[str, Drafter], *, vocab_size: int) -> None:
-        """vocab_size: a guess beyond it (a drafter's padding) ends its draft."""
-        self._drafters = dict(drafters)
-        self._vocab_size = vocab_size
-        self._bench = Bench(self._drafters)
+    def __init__(
+        self,
+        drafters: Mapping[str, Drafter],
+        *,
+        vocab_size: int,
+        profile: Profile = UNMEASURED,
+        itl_target: float | None = None,
+        sharpness: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """vocab_size: a guess beyond it (a drafter's padding) ends its draft
+
+        itl_target: seconds a step should stay below, as far as guesses have a say in it
+        sharpness:  beta of drafters with logits; None: learned
+        """
+        self._panel = Panel(drafters, vocab_size=vocab_size)
+        self._clock = clock
+        self.beliefs = Beliefs(self._panel.names, profile, sharpness=sharpness)
+        self._is_model = {name: self._panel.is_model(name) for name in self._panel.names}
+        self._controller = Controller(self.beliefs, self._is_model, itl_target=itl_target)
+        self._host = RobustMean(0.0, 0.05)  # seconds between two steps
+        self._own = RobustMean(0.0, 0.05)  # seconds of choosing, drafters left out
         self._step_idx = 0
-        self._log = get_logger("specserve.speculation")
+        self._facts = StepFacts(0, 0, 0.0, 0.0, 0.0)
+        self._proposed: dict[int, list[_Proposed]] = {}  # by seq_id
+        self._draft_seconds = 0.0
+        self._trial_seconds = 0.0
+        self._started = self._ended = 0.0
+        self._last_seqs: frozenset[int] = frozenset()
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         """Every layer whose incoming residual stream some drafter wants to see, ascending."""
-        wanted = {layer for drafter in self._drafters.values() for layer in drafter.hidden_layers}
-        return tuple(sorted(wanted))
+        return self._panel.hidden_layers
 
     # ---- draft ---------------------------------------------------------------------------
 
-    def draft(self, rows: Seq[RowPlan]) -> list[ChosenDraft]:
-        """One per row, in order."""
-        self._step_idx += 1
-        chosen = [
-            ChosenDraft(drafter=row.request.drafter, kv_lens=row.draft_kv_lens) for row in rows
+    def draft(self, rows: Seq[RowPlan]) -> StepDrafts:
+        self._begin(rows)
+        chosen = [no_draft(row) for row in rows]
+        self._facts = facts_of(rows)
+        self._draft_by_name(rows, chosen)
+        auto = [
+            AutoRow(idx, row)
+            for idx, row in enumerate(rows)
+            if row.request.drafter == "auto" and row.max_draft_tokens > 0
         ]
-        for name, drafter in self._drafters.items():
+        if auto:
+            self._draft_by_choice(rows, auto, chosen)
+        own = self._clock() - self._started - self._draft_seconds
+        self._own.add(own)
+        costs, facts = self.beliefs.verify_costs, self._facts
+        seconds = own + self._draft_seconds + costs.per_emitted * facts.emitted
+        if facts.num_tokens:
+            seconds += costs.seconds(facts.num_tokens, facts.num_logits, facts.attended)
+        return StepDrafts(rows=chosen, seconds=seconds, failed=tuple(self._panel.failed))
+
+    def _begin(self, rows: Seq[RowPlan]) -> None:
+        self._step_idx += 1
+        self._started = self._clock()
+        self._proposed = {}
+        self._panel.begin(self._step_idx)
+        self._draft_seconds = self._trial_seconds = 0.0
+        seqs = frozenset(row.seq_id for row in rows)
+        if seqs & self._last_seqs:  # nobody waited in between for something to do
+            self._host.add(max(0.0, self._started - self._ended))
+        self._last_seqs = seqs
+
+    def _draft_by_name(self, rows: Seq[RowPlan], chosen: list[ChosenDraft]) -> None:
+        """Rows whose request names a drafter: exactly its K and width."""
+        for name in self._panel.names:
             asked = [
-                idx
+                (idx, row.max_draft_tokens)
                 for idx, row in enumerate(rows)
                 if row.request.drafter == name
                 and row.request.max_draft_tokens > 0  # K = 0 for good: nothing to keep up for
-                and (row.max_draft_tokens or drafter.keeps_kv)
+                and (row.max_draft_tokens or self._panel.keeps_kv(name))
             ]
-            if not asked or not self._bench.may_play(name, self._step_idx):
+            if not asked:
                 continue
-            drafts = self._propose(name, [_draft_row(rows[idx], name) for idx in asked])
-            for idx, draft in zip(asked, drafts, strict=True):
-                kv_lens = rows[idx].draft_kv_lens
-                if drafter.keeps_kv:
-                    kv_lens = {**kv_lens, name: draft.kv_len}
-                num_fed = _num_fed(rows[idx], draft)
-                if rows[idx].request.verify in CHAIN_RULES and not is_chain(draft):
-                    draft = first_chain(draft)
-                chosen[idx] = ChosenDraft(
-                    draft=self._known_guesses(draft), drafter=name, kv_lens=kv_lens, num_fed=num_fed
+            widths = {rows[idx].request.draft_width for idx, _ in asked}
+            for width in widths:  # nearly always one
+                mine = [one for one in asked if rows[one[0]].request.draft_width == width]
+                for idx, (draft, judged) in self._ask(name, rows, mine, width).items():
+                    nodes = range(len(draft.token_ids))
+                    self._choose(rows[idx], chosen, idx, name, draft, nodes, judged)
+
+    def _draft_by_choice(
+        self, rows: Seq[RowPlan], auto: list[AutoRow], chosen: list[ChosenDraft]
+    ) -> None:
+        controller = self._controller
+        names = [name for name in self._panel.names if self._panel.may_play(name)]
+        facts = msgspec.structs.replace(self._facts)
+        controller.open(self._step_idx, facts, self._fixed_seconds)
+        for call in controller.cheap_calls(auto, names):
+            self._carry_out(call, rows, chosen)
+        controller.fixed_seconds = self._fixed_seconds
+        model = controller.model_call(auto, names)
+        if model is not None:
+            self._carry_out(model, rows, chosen)
+            controller.fixed_seconds = self._fixed_seconds
+        nodes, _ = controller.admit(auto)
+        for row in auto:
+            mine = nodes.get(row.idx)
+            if mine is None or row.judged is None:
+                reason = "no_proposal" if row.judged is None else "not_worth_it"
+                chosen[row.idx] = msgspec.structs.replace(chosen[row.idx], reason=reason)
+            else:
+                self._choose(
+                    row.plan, chosen, row.idx, row.name, row.judged.draft, mine, row.judged
                 )
-        return chosen
 
-    def _propose(self, name: str, rows: Seq[DraftRow]) -> list[Draft]:
-        """One draft per row; none for anybody if the drafter fails."""
-        proposals: list[Draft] = []
+    @property
+    def _fixed_seconds(self) -> float:
+        """What this step takes besides the forward and the choosing of tokens."""
+        return self._host.value + self._own.value + self._draft_seconds
 
-        def propose() -> None:
-            proposals.extend(self._drafters[name].propose(rows))
-            if len(proposals) != len(rows):
-                raise ValueError(f"{len(proposals)} drafts for {len(rows)} rows")
-            for draft, row in zip(proposals, rows, strict=True):
-                if fault := fault_of(draft):
-                    raise ValueError(fault)
-                if len(draft.token_ids) > row.max_tokens:
-                    raise ValueError(f"{len(draft.token_ids)} guesses where K is {row.max_tokens}")
+    def _carry_out(self, call: Call, rows: Seq[RowPlan], chosen: list[ChosenDraft]) -> None:
+        before = self._draft_seconds
+        asked = [(row.idx, num_guesses) for row, num_guesses in call.rows]
+        answers = self._ask(call.name, rows, asked, call.width)
+        self._controller.took(call, [answers[row.idx][1] for row, _ in call.rows])
+        if self._panel.keeps_kv(call.name):
+            for idx, (draft, _) in answers.items():
+                kv_lens = {**chosen[idx].kv_lens, call.name: draft.kv_len}
+                chosen[idx] = msgspec.structs.replace(chosen[idx], kv_lens=kv_lens)
+        if call.is_trial:
+            self._trial_seconds += self._draft_seconds - before
 
-        if not self._guarded(name, propose):
-            return [Draft(kv_len=row.kv_len) for row in rows]
-        self._bench.worked(name)
-        return proposals
+    def _choose(
+        self,
+        row: RowPlan,
+        chosen: list[ChosenDraft],
+        idx: int,
+        name: str,
+        draft: Draft,
+        nodes: Seq[int],
+        judged: Judged,
+    ) -> None:
+        """Let row idx verify these nodes of a draft."""
+        kv_lens = chosen[idx].kv_lens
+        if self._panel.keeps_kv(name):
+            kv_lens = {**kv_lens, name: draft.kv_len}
+        reason = chosen[idx].reason
+        expected = sum(judged.chances[node] for node in nodes if node < len(judged.chances))
+        kept = pruned(draft, nodes)
+        chosen[idx] = ChosenDraft(
+            draft=kept,
+            drafter=name,
+            expected=expected,
+            reason="" if nodes else reason or "no_proposal",
+            kv_lens=kv_lens,
+            num_fed=num_fed(row, draft),
+        )
+        self._facts.num_tokens += len(nodes)
+        self._facts.num_logits += len(nodes)
+        self._facts.emitted += expected
+        self._facts.attended += len(nodes) * len(row.history)
 
-    def _guarded(self, name: str, call: Callable[[], None]) -> bool:
-        """A guesser may fail in any way; the text must not notice. False: it failed."""
-        try:
-            call()
-        except Exception:
-            num_steps = self._bench.failed(name, self._step_idx)
-            self._log.exception("drafter_failed", drafter=name, benched_steps=num_steps)
-            return False
-        return True
+    def _ask(
+        self, name: str, rows: Seq[RowPlan], asked: Seq[tuple[int, int]], width: int
+    ) -> dict[int, tuple[Draft, Judged]]:
+        """By row index, what the drafter proposes; empty drafts if it is benched or fails.
 
-    def _known_guesses(self, draft: Draft) -> Draft:
-        """The leading guesses that exist in the target's vocabulary."""
-        for at, token_id in enumerate(draft.token_ids):
-            if not 0 <= token_id < self._vocab_size:
-                return leading(draft, at)
-        return draft
+        asked: (row index, K)
+        """
+        sharpness = self.beliefs.sharpness[name]
+        betas = [sharpness.pick() if self._is_model[name] else 1.0 for _ in asked]
+        draft_rows = [
+            draft_row(rows[idx], name, num_guesses, width, beta)
+            for (idx, num_guesses), beta in zip(asked, betas, strict=True)
+        ]
+        started = self._clock()
+        proposals = self._panel.propose(name, draft_rows)
+        seconds = self._clock() - started
+        self._draft_seconds += seconds
+        if proposals is None:
+            proposals = [Draft(kv_len=row.kv_len) for row in draft_rows]
+        answers: dict[int, tuple[Draft, Judged]] = {}
+        num_steps = 0
+        for (idx, _), draft, beta in zip(asked, proposals, betas, strict=True):
+            row = rows[idx]
+            if row.request.verify in CHAIN_RULES and not is_chain(draft):
+                draft = first_chain(draft)
+            draft = self._panel.known_guesses(draft)
+            judged = self.beliefs.judge(name, row.seq_id, draft)
+            answers[idx] = draft, judged
+            if not judged.chances:
+                continue
+            num_steps = max(num_steps, len(draft.token_ids) if width == 1 else judged.depths[-1])
+            teaches = row.request.verify == "replay" and row.request.params.temperature > 0
+            proposed = _Proposed(name, judged, width, beta if teaches else 0.0)
+            self._proposed.setdefault(row.seq_id, []).append(proposed)
+        self._learn_cost(name, draft_rows, width, num_steps, seconds)
+        return answers
+
+    def _learn_cost(
+        self, name: str, rows: Seq[DraftRow], width: int, num_steps: int, seconds: float
+    ) -> None:
+        """num_steps: levels of the deepest draft"""
+        costs = self.beliefs.draft_costs[name]
+        if name in self._panel.failed or not self._panel.may_play(name):
+            return
+        if not self._is_model[name]:
+            costs.observe(len(rows), 1, 0, seconds)
+        elif num_steps:
+            reading = sum(max(0, row.num_known - row.kv_len - 1) for row in rows)
+            costs.observe(len(rows), num_steps, reading, seconds)
+            if width > 1:
+                self.beliefs.tree_depth[name][1 if width == 2 else 2].add(num_steps)
 
     # ---- learn ---------------------------------------------------------------------------
 
     def learn(self, learned: Learned) -> None:
-        layers = self.hidden_layers
-        for name, drafter in self._drafters.items():
-            if self._bench.may_play(name, self._step_idx):
-                outcomes = _with_own_layers(learned.outcomes, drafter.hidden_layers, layers)
-                self._guarded(name, partial(drafter.observe, outcomes))
+        facts, costs = self._facts, self.beliefs.verify_costs
+        if facts.num_tokens:
+            costs.observe(
+                facts.num_tokens, facts.num_logits, facts.attended, learned.forward_seconds
+            )
+        num_emitted = 0
+        for outcome in learned.outcomes:
+            if outcome.num_computed == len(outcome.token_ids):
+                continue  # a chunk that did not sample
+            emitted = outcome.token_ids[-1 - outcome.num_accepted :]
+            num_emitted += len(emitted)
+            for name, judged, width, beta in self._proposed.get(outcome.seq_id, ()):
+                right = self.beliefs.settle(name, outcome.seq_id, judged, width, emitted)
+                if beta and right is not None:
+                    self.beliefs.sharpness[name].learn(beta, right)
+        costs.observe_choosing(num_emitted, learned.verify_seconds)
+        self._panel.observe(learned.outcomes)
+        self._ended = self._clock()
+        self._controller.close(self._ended - self._started, self._trial_seconds)
 
     def forget(self, seq_ids: Seq[int]) -> None:
         """These sequences ended or were preempted."""
         for seq_id in seq_ids:
-            for name, drafter in self._drafters.items():
-                self._guarded(name, partial(drafter.forget, seq_id))
-
-
-def kv_lens_after(chosen: ChosenDraft, num_accepted: int) -> Mapping[str, int]:
-    """Each drafter's valid KV once guesses are accepted."""
-    fed = min(num_accepted, chosen.num_fed)
-    if not fed:
-        return chosen.kv_lens
-    return {**chosen.kv_lens, chosen.drafter: chosen.kv_lens[chosen.drafter] + fed}
-
-
-def _num_fed(row: RowPlan, draft: Draft) -> int:
-    """A caught-up drafter reads its own guesses, but not the last; a tree's lie elsewhere."""
-    if draft.kv_len < row.start + row.num_tokens or not is_chain(draft):
-        return 0
-    return max(0, len(draft.token_ids) - 1)
-
-
-def _draft_row(row: RowPlan, name: str) -> DraftRow:
-    return DraftRow(
-        seq_id=row.seq_id,
-        request=row.request,
-        history=row.history,
-        num_known=row.start + row.num_tokens,
-        max_tokens=row.max_draft_tokens,
-        kv_len=row.draft_kv_lens.get(name, 0),
-        block_table=row.block_table,
-    )
-
-
-def _with_own_layers(
-    outcomes: Seq[Outcome], own: Seq[int], captured: Seq[int]
-) -> tuple[Outcome, ...]:
-    """Outcomes whose hidden states are those of a drafter's own layers, in its order."""
-    columns = [captured.index(layer) for layer in own]
-    if not columns and not captured:
-        return tuple(outcomes)
-    return tuple(
-        msgspec.structs.replace(
-            outcome,
-            hidden=outcome.hidden[:, columns] if columns and outcome.hidden is not None else None,
-        )
-        for outcome in outcomes
-    )
+            self.beliefs.forget(seq_id)
+        self._panel.forget(seq_ids)

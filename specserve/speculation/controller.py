@@ -1,0 +1,369 @@
+"""Per request and step: who guesses and how many tokens. K = 0 is an ordinary choice, and free.
+
+1. Cheap drafters (n-gram, suffix: far below a step) propose first, as long as what they gain is
+   worth what they cost; where they find nothing for long they are asked less and less often.
+2. Drafters that run a model are decided about before they are called, from what such drafts were
+   worth at each depth for requests that fared alike: for whom, how deep, chain or tree.
+3. All guesses race for the step (admit.py).
+What looks not worth it is still tried now and then, from an allowance of 1 % of the time, so that
+estimates do not freeze and trying never costs more than that.
+
+For sampled drafts under rules that need their law (rejection, block) K is fixed before the draft
+exists: to drop a guess by its own value bends the law (verification.md 2.6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Final
+
+import msgspec
+
+from specserve.speculation.admit import (
+    HOPELESS,
+    Candidate,
+    Race,
+    race,
+    race_with_calls,
+)
+from specserve.speculation.beliefs import Beliefs, Track
+from specserve.speculation.chosen import StepFacts
+from specserve.speculation.survival import Judged
+from specserve.types import RowPlan
+
+EXPLORE: Final = 0.01  # share of the time that may go into trying what looks not worth it
+EXPLORE_EVERY: Final = 64  # steps
+_EXPLORE_DEPTH: Final = 3
+_REFRESH_EVERY: Final = 256  # steps with guesses before one without, to know what that costs
+_LONGEST_WAIT: Final = 16  # steps between two looks at what was not worth it
+_CHEAP: Final = 0.02  # of a step, all rows together
+_MARGIN: Final = 1.005  # a call must promise this much more than going without
+_AMORTISE: Final = 64  # steps that reading a text is spread over
+_SHAPE_WIDTH: Final = (1, 2, 4)  # children per node of the shapes in survival.py
+_MOST_TREE_ROWS: Final = 8
+_DEEPEST: Final = 10  # of a draft whose scores are not known yet
+
+
+class AutoRow:
+    """One row whose guesses are the controller's choice, during one step."""
+
+    __slots__ = ("cap", "expected", "fixed", "forced", "idx", "judged", "name", "plan", "replay")
+
+    def __init__(self, idx: int, plan: RowPlan) -> None:
+        self.idx = idx
+        self.plan = plan
+        self.cap = plan.max_draft_tokens
+        self.replay = plan.request.verify == "replay"
+        self.name = ""
+        self.judged: Judged | None = None
+        self.expected = 0.0
+        self.fixed = False  # all of its guesses are verified: its law needs that
+        self.forced = False  # the same, because it is tried
+
+    def offer(self, name: str, judged: Judged) -> None:
+        """Keep the better of what was proposed."""
+        expected = judged.expected
+        if self.judged is None or expected > self.expected:
+            self.name, self.judged, self.expected = name, judged, expected
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A drafter to be asked: rows with how many guesses each, and children per node."""
+
+    name: str
+    rows: tuple[tuple[AutoRow, int], ...]
+    width: int = 1
+    is_trial: bool = False
+
+
+class Controller:
+    """One step at a time: open, cheap_calls, model_call, admit, close."""
+
+    def __init__(
+        self, beliefs: Beliefs, is_model: Mapping[str, bool], *, itl_target: float | None = None
+    ) -> None:
+        """is_model: drafters that keep KV or read hidden states, never cheap
+
+        itl_target: seconds a step should stay below, as far as guesses have a say in it
+        """
+        self._beliefs = beliefs
+        self._is_model = dict(is_model)
+        self._limit = itl_target or 0.0
+        self._facts = StepFacts(0, 0, 0.0, 0.0, 0.0)
+        self._ladder: list[float] = []
+        self._step_idx = 0
+        self._seconds_per_token = 0.0
+        self._allowance = 0.0
+        self._debt = 0.0  # of this step's trial
+        self._look_at = dict.fromkeys(is_model, 0)  # step from which a model is considered again
+        self._wait = dict.fromkeys(is_model, 1)
+        self._called_at = dict.fromkeys(is_model, -EXPLORE_EVERY)
+        self._since_plain = 0
+        self.fixed_seconds = 0.0  # of this step: host, drafts made, this controller
+
+    # ---- the step --------------------------------------------------------------------------
+
+    def open(self, step_idx: int, facts: StepFacts, fixed_seconds: float) -> None:
+        self._step_idx = step_idx
+        self._facts = facts
+        self._ladder = []
+        self._debt = 0.0
+        self.fixed_seconds = fixed_seconds
+
+    def cheap_calls(self, rows: Seq[AutoRow], names: Seq[str]) -> list[Call]:
+        """Whom to ask before anything is decided; nobody in a step that refreshes K = 0."""
+        if self._is_refresh or not rows:
+            return []
+        step = self._rungs(0)[0]
+        width = self._cheap_width(rows)
+        calls = []
+        for name in names:
+            costs = self._beliefs.draft_costs[name]
+            each = costs.seconds(len(rows), 1) / len(rows)
+            if not self._is_cheap(name, each * len(rows), step):
+                continue
+            asked = [row for row in rows if self._is_due(self._track(row, name), each)]
+            if asked:
+                calls.append(Call(name, tuple((row, row.cap) for row in asked), width))
+        return calls
+
+    def took(self, call: Call, judged: Seq[Judged]) -> None:
+        """What the rows of a call got. Remembers whether asking is worth it."""
+        for (row, _), one in zip(call.rows, judged, strict=True):
+            track = self._track(row, call.name)
+            track.asked_at = self._step_idx
+            expected = one.expected
+            track.gain += 0.2 * (expected - track.gain)
+            if expected > track.gain:
+                track.wait = 1  # it found something again
+            track.empty = 0 if one.chances else track.empty + 1
+            if self._is_model[call.name] and track.empty:
+                track.ask_at = self._step_idx + (2 ** min(track.empty, 6) if track.empty > 3 else 0)
+                continue
+            if self._is_model[call.name]:
+                row.judged = None  # it was called because it is better than what was there
+            row.offer(call.name, one)
+            row.fixed = one.draft.probs is not None and not row.replay
+            row.forced = call.is_trial
+
+    def model_call(self, rows: Seq[AutoRow], names: Seq[str]) -> Call | None:
+        """The drafter whose call promises most, if any promises more than going without."""
+        if self._is_refresh or not rows:
+            return None
+        costly = [name for name in names if not self._is_cheap(name, self._cost(name, rows), None)]
+        due = [name for name in costly if self._step_idx >= self._look_at[name]]
+        best: Call | None = None
+        if due:
+            chances = sorted(
+                (s for row in rows if row.judged for s in row.judged.chances), reverse=True
+            )
+            without = self._race(chances)
+            bar = without.goodput * _MARGIN
+            for name in due:
+                call, goodput = self._best_call(name, rows)
+                if call is not None and goodput > bar:
+                    best, bar = call, goodput
+                    self._wait[name] = 1
+                else:
+                    self._wait[name] = min(2 * self._wait[name], _LONGEST_WAIT)
+                    self._look_at[name] = self._step_idx + self._wait[name]
+        call = best or self._trial(costly, rows)
+        if call is not None:
+            self._called_at[call.name] = self._step_idx
+        return call
+
+    def admit(self, rows: Seq[AutoRow]) -> tuple[dict[int, list[int]], Race]:
+        """By AutoRow.idx, the nodes to verify, ascending; rows without any are missing."""
+        chosen: dict[int, list[int]] = {}
+        open_nodes: list[tuple[float, int, int]] = []
+        for at, row in enumerate(rows):
+            if row.judged is None or not row.judged.chances:
+                continue
+            if row.fixed or row.forced:
+                judged = row.judged
+                count = len(judged.draft.token_ids) if row.fixed else len(judged.chances)
+                nodes = list(range(count))
+                chosen[row.idx] = nodes
+                self._facts.num_tokens += len(nodes)
+                self._facts.num_logits += len(nodes)
+                self._facts.emitted += row.expected
+                self._ladder = []
+                continue
+            for node, chance in enumerate(row.judged.chances):
+                if chance >= HOPELESS:
+                    open_nodes.append((-chance, at, node))
+        open_nodes.sort()
+        won = self._race([-chance for chance, _, _ in open_nodes])
+        for _, at, node in open_nodes[: won.num_chosen]:
+            chosen.setdefault(rows[at].idx, []).append(node)
+        for nodes in chosen.values():
+            nodes.sort()
+        self._since_plain = self._since_plain + 1 if chosen else 0
+        self._seconds_per_token = 1.0 / won.goodput
+        return chosen, won
+
+    def close(self, seconds: float, trial_seconds: float) -> None:
+        """The step took `seconds`; trial_seconds of them went into a trial's draft."""
+        saved = min(self._allowance + EXPLORE * seconds, 2 * seconds)
+        self._allowance = saved - trial_seconds - self._debt
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    @property
+    def _is_refresh(self) -> bool:
+        return self._since_plain >= _REFRESH_EVERY
+
+    def _track(self, row: AutoRow, name: str) -> Track:
+        return self._beliefs.track(row.plan.seq_id, name)
+
+    def _cost(self, name: str, rows: Seq[AutoRow]) -> float:
+        return self._beliefs.draft_costs[name].seconds(len(rows), 1)
+
+    def _is_cheap(self, name: str, seconds: float, step: float | None) -> bool:
+        if self._is_model[name]:
+            return False
+        return seconds < _CHEAP * (self._rungs(0)[0] if step is None else step)
+
+    def _is_due(self, track: Track, cost: float) -> bool:
+        """Whether asking is worth its cost; if not, it is asked at growing distances."""
+        if track.gain * self._seconds_per_token >= cost:
+            return True
+        if self._step_idx < track.ask_at:
+            return False
+        track.wait = min(2 * track.wait, _LONGEST_WAIT)
+        track.ask_at = self._step_idx + track.wait
+        return True
+
+    def _cheap_width(self, rows: Seq[AutoRow]) -> int:
+        """Children per node: trees where rows are free, chains where they are not."""
+        if len(rows) > _MOST_TREE_ROWS or not all(row.replay for row in rows):
+            return 1
+        room = self._free_room(len(rows) * 8) / len(rows)
+        return 4 if room >= 7 else 2 if room >= 4 else 1
+
+    def _free_room(self, most: int) -> int:
+        """Guesses that fit before the forward costs a tenth more."""
+        ladder = self._rungs(most)
+        bound = 1.1 * ladder[0]
+        return sum(1 for seconds in ladder[1 : most + 1] if seconds <= bound)
+
+    def _rungs(self, most: int) -> list[float]:
+        if len(self._ladder) <= most:
+            facts = self._facts
+            self._ladder = self._beliefs.verify_costs.ladder(
+                facts.num_tokens, facts.num_logits, facts.attended, facts.context, most
+            )
+        return self._ladder
+
+    def _race(self, chances: Seq[float]) -> Race:
+        return race(
+            chances,
+            self._rungs(len(chances)),
+            num_rows=self._facts.emitted,
+            fixed=self.fixed_seconds,
+            per_emitted=self._beliefs.verify_costs.per_emitted,
+            limit=self._limit,
+        )
+
+    def _best_call(self, name: str, rows: Seq[AutoRow]) -> tuple[Call | None, float]:
+        """The call of one drafter with the most tokens per second, and how many those are."""
+        beliefs = self._beliefs
+        survival, costs = beliefs.survival[name], beliefs.draft_costs[name]
+        candidates: list[Candidate] = []
+        reading = []
+        for at, row in enumerate(rows):
+            reading.append(self._reading(name, row))
+            track = self._track(row, name)
+            hoped: list[float] = []
+            if self._step_idx >= track.ask_at:
+                most = min(row.cap, _DEEPEST)
+                hoped = survival.marginal(track.habit.bin, most, hopeless=HOPELESS)
+            if sum(hoped) > row.expected:
+                candidates += [Candidate(s, at, depth) for depth, s in enumerate(hoped, start=1)]
+            elif row.judged is not None:
+                candidates += [Candidate(s, at, 0) for s in row.judged.chances]
+        candidates.sort(key=_by_chance)
+        won = race_with_calls(
+            candidates,
+            self._rungs(len(candidates)),
+            costs,
+            num_rows=self._facts.emitted,
+            fixed=self.fixed_seconds,
+            per_emitted=beliefs.verify_costs.per_emitted,
+            catch_up=reading,
+            limit=self._limit,
+        )
+        depths: dict[int, int] = {}
+        for candidate in candidates[: won.num_chosen]:
+            if candidate.depth:
+                depths[candidate.row] = max(depths.get(candidate.row, 0), candidate.depth)
+        call = Call(name, tuple((rows[at], depth) for at, depth in depths.items()))
+        best = (call, won.goodput) if depths else (None, 0.0)
+        tree = self._best_tree(name, rows, sum(reading))
+        return tree if tree is not None and tree[1] > best[1] else best
+
+    def _best_tree(
+        self, name: str, rows: Seq[AutoRow], reading: float
+    ) -> tuple[Call, float] | None:
+        """A tree for every row where that many guesses are nearly free."""
+        if len(rows) > _MOST_TREE_ROWS or not all(row.replay for row in rows):
+            return None
+        beliefs, facts = self._beliefs, self._facts
+        room = self._free_room(sum(row.cap for row in rows)) // len(rows)
+        sizes = [min(row.cap, room) for row in rows]
+        if min(sizes) < 3:
+            return None
+        best: tuple[Call, float] | None = None
+        for shape in (1, 2):
+            emitted = facts.emitted
+            for row, size in zip(rows, sizes, strict=True):
+                habit = self._track(row, name).habit.bin
+                emitted += sum(
+                    beliefs.survival[name].marginal(habit, size, shape, hopeless=HOPELESS)
+                )
+            num_steps = round(beliefs.tree_depth[name][shape].value)
+            seconds = (
+                self.fixed_seconds
+                + reading
+                + beliefs.draft_costs[name].seconds(len(rows), num_steps)
+                + self._rungs(sum(sizes))[sum(sizes)]
+                + beliefs.verify_costs.per_emitted * emitted
+            )
+            if (best is None or emitted / seconds > best[1]) and not 0 < self._limit < seconds:
+                asked = tuple(zip(rows, sizes, strict=True))
+                best = Call(name, asked, _SHAPE_WIDTH[shape]), emitted / seconds
+        return best
+
+    def _reading(self, name: str, row: AutoRow) -> float:
+        """Seconds to read the text first, spread over the steps that will profit."""
+        plan = row.plan
+        behind = plan.start - plan.draft_kv_lens.get(name, 0)
+        if behind <= 1 or not self._is_model[name]:
+            return 0.0
+        remaining = plan.request.max_tokens - (len(plan.history) - len(plan.request.prompt_ids))
+        per_token = self._beliefs.draft_costs[name].per_catch_up
+        return behind * per_token / max(1, min(_AMORTISE, remaining))
+
+    def _trial(self, names: Seq[str], rows: Seq[AutoRow]) -> Call | None:
+        """A short draft for those that were not tried for long, if the allowance lasts."""
+        if self._allowance <= 0:
+            return None
+        for name in names:
+            if self._step_idx - self._called_at[name] < EXPLORE_EVERY:
+                continue
+            order = sorted(
+                (row.expected > 1, self._track(row, name).asked_at, at)
+                for at, row in enumerate(rows)
+            )
+            asked = [rows[at] for _, _, at in order[:4]]
+            depths = tuple((row, min(row.cap, _EXPLORE_DEPTH)) for row in asked)
+            num_guesses = sum(depth for _, depth in depths)
+            ladder = self._rungs(num_guesses)
+            self._debt = max(0.0, ladder[num_guesses] - ladder[0])
+            return Call(name, depths, is_trial=True)
+        return None
+
+
+def _by_chance(candidate: Candidate) -> tuple[float, int]:
+    return (-candidate.chance, candidate.depth)
