@@ -19,12 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specserve.errors import ModelError
 from specserve.kv_cache import KVCache, kv_bytes_per_token
 from specserve.models.config import ModelConfig
+from specserve.models.interface import Capture
 from specserve.models.linear import CANDIDATE_ROWS, GemmWeight, RowInvariantLinear, Weight
 from specserve.models.quantize import Int8Weight
 from specserve.models.rope import cos_sin, inverse_frequencies, rotate
+from specserve.models.take import WeightTaker
 from specserve_kernels.interface import AttentionPlan, Backend, PagedBatch
 
 _HEAD_ROWS = tuple(rows for rows in CANDIDATE_ROWS if rows <= 64)  # the head is wide, rows few
@@ -86,14 +87,15 @@ class Decoder:
         self.vocab_size = config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings
         self._backend = backend
-        taker = _WeightTaker(weights, dtype)
+        taker = WeightTaker(weights, self.dtype)
+        pack = Int8Weight if dtype == torch.int8 else GemmWeight
         width = config.hidden_size
         embedding = taker.take("model.embed_tokens.weight", config.vocab_size, width)
         self._embedding = embedding.to(self._kv_dtype)
-        self._layers = [_take_layer(taker, config, idx) for idx in range(config.num_layers)]
+        self._layers = [_take_layer(taker, pack, config, idx) for idx in range(config.num_layers)]
         self._final_norm = taker.take("model.norm.weight", width)
         # Packed, the head is another copy even where it is tied to the embedding.
-        self._head = taker.pack(
+        self._head = pack(
             embedding
             if config.tie_word_embeddings
             else taker.take("lm_head.weight", config.vocab_size, width)
@@ -150,8 +152,10 @@ class Decoder:
         batch: PagedBatch,
         kv_cache: KVCache,
         logits_indices: Seq[int],  # L packed rows whose logits are wanted
+        *,
+        capture: Capture | None = None,
     ) -> Tensor:  # [L, V] fp32, fp64 for an fp64 model
-        """Writes KV of all T tokens, returns logits of L of them."""
+        """Writes KV of all T tokens and the states that are wanted, returns logits of L of them."""
         num_tokens = input_ids.shape[0]
         padding = (0, self._linear.padded(num_tokens) - num_tokens)
         cos, sin = cos_sin(F.pad(positions, padding), self._inv_freq, self._rope_factor, self.dtype)
@@ -164,8 +168,10 @@ class Decoder:
         )
         x = F.embedding(F.pad(input_ids, padding), self._embedding).to(self.dtype)  # [T', D]
         for layer_idx, layer in enumerate(self._layers):
+            _write_states(capture, layer_idx, x[:num_tokens])
             x = x + self._attention(layer, layer_idx, x, step, kv_cache)
             x = x + self._mlp(layer, x)
+        _write_states(capture, len(self._layers), x[:num_tokens])
         wanted = x[torch.tensor(list(logits_indices), dtype=torch.int64)]  # [L, D]
         logits = self._head_linear(self._norm(wanted, self._final_norm), self._head)
         return logits.to(torch.promote_types(self.dtype, torch.float32))
@@ -211,45 +217,21 @@ class Decoder:
         return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
 
+def _write_states(capture: Capture | None, layer_idx: int, x: Tensor) -> None:
+    """x [T, D], the residual stream entering that layer."""
+    if capture is not None and layer_idx in capture.layers:
+        capture.states[:, capture.layers.index(layer_idx)] = x
+
+
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x), any shape, each number's bits the same wherever it stands."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide / torch.exp(-wide).add_(1)).to(x.dtype)
 
 
-class _WeightTaker:
-    """Takes tensors out of a checkpoint by name, checks shapes, and knows what was never taken."""
-
-    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self._weights = weights
-        self._dtype = torch.float32 if dtype == torch.int8 else dtype
-        self.pack: type[GemmWeight | Int8Weight] = Int8Weight if dtype == torch.int8 else GemmWeight
-        self._taken: set[str] = set()
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        tensor = self._weights.get(name)
-        if tensor is None:
-            raise ModelError(f"the checkpoint has no tensor {name!r}, its config.json needs it")
-        if tuple(tensor.shape) != shape:
-            raise ModelError(
-                f"tensor {name!r} has shape {list(tensor.shape)}, config.json says {list(shape)}"
-            )
-        self._taken.add(name)
-        return tensor.to(self._dtype)
-
-    def refuse_leftovers(self) -> None:
-        """A tensor nobody reads (a bias, another architecture's part) would be silently dropped."""
-        # Old checkpoints store RoPE's frequencies; a tied head may be stored beside the embedding.
-        known = ("rotary_emb.inv_freq", "lm_head.weight")
-        unknown = [n for n in self._weights if n not in self._taken and not n.endswith(known)]
-        if unknown:
-            raise ModelError(
-                f"the checkpoint has {len(unknown)} tensors its config.json has no place for, the "
-                f"first of them {min(unknown)!r}: the architecture is another one"
-            )
-
-
-def _take_layer(taker: _WeightTaker, config: ModelConfig, idx: int) -> _Layer:
+def _take_layer(
+    taker: WeightTaker, pack: type[GemmWeight | Int8Weight], config: ModelConfig, idx: int
+) -> _Layer:
     prefix, width, inner = f"model.layers.{idx}", config.hidden_size, config.intermediate_size
     query_size = config.num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
@@ -260,7 +242,7 @@ def _take_layer(taker: _WeightTaker, config: ModelConfig, idx: int) -> _Layer:
 
     def fused(parts: Mapping[str, int], num_inputs: int) -> Weight:
         weights = [taker.take(f"{name}.weight", rows, num_inputs) for name, rows in parts.items()]
-        return taker.pack(torch.cat(weights) if len(weights) > 1 else weights[0])
+        return pack(torch.cat(weights) if len(weights) > 1 else weights[0])
 
     def bias(parts: Mapping[str, int], wanted: bool) -> Tensor | None:
         if not wanted:

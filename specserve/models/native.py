@@ -120,6 +120,16 @@ class NativeDecoder:
         """What `from_packed` takes."""
         return dict(self._packed)
 
+    @property
+    def embedding(self) -> Tensor:
+        """[V, D] in the KV's dtype: what a drafter without one of its own shares."""
+        return self._packed["embedding"]
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """[n, D] out of the last layer -> [n, D] as the head reads it."""
+        weight = self._packed["final_norm"]
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
     def weight_bytes(self) -> int:
         """Bytes of all weights, the embedding included."""
         return sum(tensor.nbytes for tensor in self._packed.values())

@@ -113,7 +113,7 @@ void AttentionPlan::build(const Segments& segments, const RowPaths& paths, const
 size_t attention_scratch_bytes(int64_t head_dim) {
   const int64_t stride = (head_dim + 15) / 16 * 16;
   const int64_t floats = head_dim * CHUNK_KEYS + CHUNK_KEYS * stride +
-                         MAX_TILE_VECTORS * (3 * stride + 16 + 3 + 4) + 16 * 16;
+                         MAX_TILE_VECTORS * (3 * stride + PART_KEYS + 4 + 4) + 16 * 16;
   return size_t(floats) * 4;
 }
 

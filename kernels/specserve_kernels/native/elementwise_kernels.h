@@ -45,6 +45,12 @@ inline void rotate(float* x, const float* cos, const float* sin, int64_t head_di
 inline void write_kv(const KvLayer& kv, const Heads& heads, int64_t block_size, int64_t block,
                      int64_t offset, const float* key, const float* value) {
   const int64_t head_dim = heads.head_dim;
+  if (kv.is_bf16) {
+    // A token's keys lie in as many cache lines as a head has pairs: ask for all of them at once.
+    const int64_t size = heads.num_kv_heads * block_size * head_dim;
+    const uint16_t* keys = static_cast<const uint16_t*>(kv.keys) + block * size + offset * 2;
+    for (int64_t at = 0; at < size; at += block_size * 2) __builtin_prefetch(keys + at, 1);
+  }
   for (int64_t g = 0; g < heads.num_kv_heads; g++, key += head_dim, value += head_dim) {
     const int64_t base = (block * heads.num_kv_heads + g) * block_size * head_dim;
     if (kv.is_bf16) {
