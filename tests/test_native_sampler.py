@@ -21,6 +21,7 @@ from specserve.sampler import (
     choose_row_in_numpy,
     edited,
     logprobs,
+    penalise_in_numpy,
     process_logits,
 )
 from specserve_kernels import native_library, native_sampler
@@ -152,6 +153,45 @@ def test_penalties_and_masks_come_first() -> None:
     )
     for seed in range(50):
         assert_same_choice(random_logits(1, 12, seed=seed)[0].numpy(), row)
+
+
+PENALTY = st.sampled_from([0.0, 0.1, 1.5, -2.0])
+
+
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    prompt=st.lists(st.integers(0, 40), min_size=1, max_size=20),
+    output=st.lists(st.integers(0, 40), max_size=40),
+    draft_prefix=st.lists(st.integers(-2, 40), max_size=3),  # a guess may be any number
+    presence=PENALTY,
+    frequency=PENALTY,
+    repetition=st.sampled_from([1.0, 1.1, 0.7, 1e3]),
+    seed=st.integers(0, 1000),
+)
+def test_penalties_are_numpys_to_the_bit(
+    prompt: list[int],
+    output: list[int],
+    draft_prefix: list[int],
+    presence: float,
+    frequency: float,
+    repetition: float,
+    seed: int,
+) -> None:
+    row = a_row(
+        prompt + output,
+        prompt=prompt,
+        draft_prefix=tuple(draft_prefix),
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+    )
+    logits = np.random.default_rng(seed).standard_normal(36).astype(np.float32)
+    logits[seed % 36] = -3e38
+    by_numpy = logits.copy()
+    penalise_in_numpy(by_numpy, np.array(prompt + output + draft_prefix), row)
+    np.testing.assert_array_equal(edited(logits, row), by_numpy)
 
 
 # --- near ties -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence as Seq
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from specserve_kernels import native_library
 
 F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
 
 MASS_UNIT = 2.0**-40  # masses are whole multiples of it
 MAX_VOCAB = 2**22  # so that the masses of all tokens add up in 63 bits
@@ -66,7 +67,7 @@ def available() -> bool:
     return _library() is not None
 
 
-def fits(logits: NDArray[np.floating]) -> bool:
+def fits(logits: F32 | F64) -> TypeGuard[F32]:
     """Whether [n] logits can be given to the sampler as they lie in memory."""
     return logits.dtype == np.float32 and logits.flags.c_contiguous and len(logits) <= MAX_VOCAB
 
@@ -96,6 +97,33 @@ def masses(logits: F32, num_best: int) -> Masses | None:
     return None if total < 0 else Masses(best.value, total, ids[ids >= 0])
 
 
+def penalise(
+    logits: F32,
+    known: NDArray[np.int64],
+    *,
+    num_prompt: int,
+    presence: float,
+    frequency: float,
+    repetition: float,
+) -> None:
+    """In place: repetition for every token of `known`, the others for those after the prompt.
+
+    logits: [n] contiguous
+    known:  [k] the tokens before this one, num_prompt of the prompt first; ids that are no token of
+            these n do not count
+    """
+    _loaded().specserve_sampler_penalise(
+        address(logits),
+        len(logits),
+        known.ctypes.data,
+        len(known),
+        num_prompt,
+        presence,
+        frequency,
+        repetition,
+    )
+
+
 def address(logits: F32) -> int:
     """Of a contiguous array's first element."""
     data: int = logits.__array_interface__["data"][0]
@@ -118,15 +146,21 @@ def _library() -> ctypes.CDLL | None:
     library = native_library.load()
     if library is None:
         return None
-    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
     library.specserve_sampler_choose.argtypes = [pointer, size, size, pointer]
     library.specserve_sampler_choose.restype = None
     library.specserve_sampler_masses.argtypes = [pointer, size, size, pointer, pointer]
     library.specserve_sampler_masses.restype = size
+    library.specserve_sampler_penalise.argtypes = [
+        *(pointer, size),
+        *(pointer, size, size),
+        *(real, real, ctypes.c_float),
+    ]
+    library.specserve_sampler_penalise.restype = None
     library.specserve_sampler_instruction_set.argtypes = []
     library.specserve_sampler_instruction_set.restype = ctypes.c_char_p
     library.specserve_sampler_use.argtypes = [ctypes.c_char_p]
-    library.specserve_sampler_use.restype = number
+    library.specserve_sampler_use.restype = ctypes.c_int32
     return library
 
 

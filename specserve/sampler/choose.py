@@ -26,6 +26,7 @@ from specserve.sampler.pipeline import (
     nucleus_mass,
     num_in_nucleus,
     process_row,
+    sharpened,
     tempered,
 )
 from specserve.sampler.rows import LogitsRow, RowError, as_rows, best_logit, check_best, edited
@@ -109,10 +110,13 @@ def choose_row_in_numpy(
     ids = _surviving_ids(weights, params)
     if ids is not None:
         weights = weights[ids]
-    if sharpness != 1:
-        weights = weights * sharpness
     return race(
-        weights, seed=row.request.seed, position=row.position, purpose=purpose, ids=ids, noise=noise
+        sharpened(weights, sharpness),
+        seed=row.request.seed,
+        position=row.position,
+        purpose=purpose,
+        ids=ids,
+        noise=noise,
     )
 
 
@@ -210,7 +214,7 @@ def _sampled(
     logits: Floats, row: LogitsRow, noise: Noise, vocab_size: int, sharpness: float
 ) -> Proposal:
     """[V_draft] -> a token drawn with DRAFT noise from probs, which is padded to [vocab_size]."""
-    weights = process_row(logits, row) * sharpness
+    weights = sharpened(process_row(logits, row), sharpness)
     token_id = race(
         weights,
         seed=row.request.seed,
@@ -245,7 +249,7 @@ def _row_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:
     if native_sampler.available() and native_sampler.fits(logits):
         known = native_sampler.masses(logits, num_top)
     if known is not None and len(known.best_ids) == num_top:
-        best, total, best_ids = np.float32(known.best), known.total, known.best_ids
+        best, total, best_ids = np.float32(known.best), known.total, known.best_ids.astype(np.intp)
     else:  # no native sampler, or a row so damaged or masked that numpy had better look at it
         best = logits.max()
         shifted = logits - best

@@ -62,6 +62,12 @@ def tempered(logits: Floats, best: float, temperature: float) -> Floats:
     return weights
 
 
+def sharpened(weights: Floats, sharpness: float) -> Floats:
+    """[n] log weights of the law raised to the power of `sharpness`, not normalised."""
+    with np.errstate(over="ignore"):  # as in tempered
+        return weights * sharpness
+
+
 def best_first(weights: Floats) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
     """[n] indices by falling weight, equals by rising index."""
     return np.argsort(-weights, kind="stable")
@@ -83,7 +89,8 @@ def masses(weights: Floats) -> NDArray[np.int64]:
         p = p * r + np.float32(coefficient)
     p = (p * r) * r + r + np.float32(1.0)
     scaled = np.ldexp(p, n.astype(np.int32) + 40)
-    return np.rint(scaled.astype(np.float64)).astype(np.int64)
+    whole: NDArray[np.int64] = np.rint(scaled.astype(np.float64)).astype(np.int64)
+    return whole
 
 
 def mass(weights: Floats) -> int:

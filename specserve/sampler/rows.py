@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.errors import EngineError
 from specserve.noise import Floats
 from specserve.types import Request
+from specserve_kernels import native_sampler
 
 # Below this a temperature is greedy: it could only overflow, and no text would tell them apart.
 GREEDY_BELOW = 1e-5
@@ -78,7 +80,18 @@ def edited(logits: Floats, row: LogitsRow) -> Floats:
         return logits
     logits = logits.copy()
     if penalised:
-        _penalise(logits, row)
+        known = np.array([*row.history, *row.draft_prefix], dtype=np.int64)
+        if native_sampler.available() and native_sampler.fits(logits):
+            native_sampler.penalise(
+                logits,
+                known,
+                num_prompt=len(request.prompt_ids),
+                presence=params.presence_penalty,
+                frequency=params.frequency_penalty,
+                repetition=params.repetition_penalty,
+            )
+        else:
+            penalise_in_numpy(logits, known, row)
     for token_id, bias in params.logit_bias.items():
         if token_id < len(logits):
             logits[token_id] += bias
@@ -88,13 +101,13 @@ def edited(logits: Floats, row: LogitsRow) -> Floats:
     return logits
 
 
-def _penalise(logits: Floats, row: LogitsRow) -> None:
+def penalise_in_numpy(logits: Floats, known: NDArray[np.int64], row: LogitsRow) -> None:
     """In place, as vLLM defines them: repetition over prompt and output, the others over output.
 
     logits: [V]
+    known:  [n] the tokens before this one; what is no token of this V does not count
     """
     params, vocab_size = row.request.params, len(logits)
-    known = np.array([*row.history, *row.draft_prefix], dtype=np.intp)
     if params.repetition_penalty != 1:
         seen = np.unique(known[(known >= 0) & (known < vocab_size)])
         values = logits[seen]

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 namespace specserve {
 namespace {
@@ -72,6 +73,38 @@ SPECSERVE_EXPORT int64_t specserve_sampler_masses(const float* logits, int64_t n
     }
   }
   return loops.mass(logits, n, found.value, 1.0f);
+}
+
+// Penalties of the tokens known [num_known] on logits [n], in place: repetition for all of them, the
+// others for those from num_prompt on. Rounded where specserve.sampler.rows rounds: the penalty of
+// a frequency in double, then each difference to float.
+SPECSERVE_EXPORT void specserve_sampler_penalise(float* logits, int64_t n, const int64_t* known,
+                                                 int64_t num_known, int64_t num_prompt,
+                                                 double presence, double frequency,
+                                                 float repetition) {
+  thread_local std::vector<int32_t> counts;  // all 0 between calls
+  if (static_cast<int64_t>(counts.size()) < n) counts.resize(static_cast<size_t>(n));
+  const auto is_token = [n](int64_t id) { return id >= 0 && id < n; };
+  if (repetition != 1) {
+    for (int64_t i = 0; i < num_known; ++i) {
+      const int64_t id = known[i];
+      if (!is_token(id) || counts[id]++ > 0) continue;
+      logits[id] = logits[id] > 0 ? logits[id] / repetition : logits[id] * repetition;
+    }
+    for (int64_t i = 0; i < num_known; ++i) {
+      if (is_token(known[i])) counts[known[i]] = 0;
+    }
+  }
+  for (int64_t i = num_prompt; i < num_known; ++i) {
+    if (is_token(known[i])) ++counts[known[i]];
+  }
+  for (int64_t i = num_prompt; i < num_known; ++i) {
+    const int64_t id = known[i];
+    if (!is_token(id) || counts[id] == 0) continue;
+    logits[id] = static_cast<float>(logits[id] - frequency * counts[id]);
+    logits[id] -= static_cast<float>(presence);
+    counts[id] = 0;
+  }
 }
 
 // Which loops are in use: "avx512", "avx2" or "portable".
