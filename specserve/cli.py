@@ -1,4 +1,4 @@
-"""The command line: `specserve serve | generate | pull | loadgen | trace`.
+"""The command line: `specserve serve | generate | pull | bench | loadgen | trace`.
 
 Heavy imports wait until a command needs them, so that --help answers at once.
 """
@@ -45,8 +45,31 @@ def build_parser() -> argparse.ArgumentParser:
     pull.add_argument("model")
     pull.set_defaults(run=_pull)
 
+    commands.add_parser(
+        "bench", help="measure inside one process: `bench step`, `bench perplexity`"
+    )
     commands.add_parser("loadgen", help="load a server and measure it (see loadgen --help)")
     commands.add_parser("trace", help="`trace export FILE --format jaeger-json -o OUT`")
+    return parser
+
+
+def build_bench_parser() -> argparse.ArgumentParser:
+    from specserve import perplexity
+    from specserve.bench import step
+
+    parser = argparse.ArgumentParser(prog="specserve")
+    kinds = (
+        parser.add_subparsers(required=True)
+        .add_parser("bench")
+        .add_subparsers(dest="kind", required=True, metavar="step | perplexity")
+    )
+    for name, module, text in (
+        ("step", step, "where the time of a decode step goes, against the floor of its products"),
+        ("perplexity", perplexity, "what a dtype costs in quality, measured on a text"),
+    ):
+        bench = kinds.add_parser(name, help=text, description=text)
+        module.add_arguments(bench)
+        bench.set_defaults(run=module.run)
     return parser
 
 
@@ -65,7 +88,9 @@ def main(argv: list[str] | None = None) -> int:
         print("usage: specserve trace export FILE --format jaeger-json -o OUT", file=sys.stderr)
         return 2
     spin_briefly()
-    options = build_parser().parse_args(arguments)
+    # Its options are beside what they measure, which imports torch.
+    parser = build_bench_parser() if arguments[:1] == ["bench"] else build_parser()
+    options = parser.parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)

@@ -1,0 +1,1 @@
+"""Measurements inside one process, without HTTP: where a step's time goes (`step`)."""
