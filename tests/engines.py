@@ -14,6 +14,7 @@ from specserve.admission import Limits, make_requests
 from specserve.config import EngineConfig
 from specserve.drafting import Drafter
 from specserve.engine import Engine
+from specserve.models.decoder import Decoder
 from specserve.models.interface import CausalLM
 from specserve.runner import ModelRunner
 from specserve.speculation.speculator import Speculator
@@ -119,6 +120,7 @@ async def serving(
         block_size=config.block_size,
         vocab_size=size,
         speculator=Speculator(known, vocab_size=size),
+        hidden_size=model.config.hidden_size if isinstance(model, Decoder) else 0,
     )
     recorder = ListRecorder()
     engine = Engine(
