@@ -32,7 +32,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.to(torch.float32)
     amax = wide.abs().amax(dim=1)  # [M], NaN where the row holds one
     is_usable = (amax >= LEAST_AMAX) & amax.isfinite()
-    inverse = torch.where(is_usable, LARGEST / amax, 0.0)
+    # Not LARGEST / amax: torch takes that as a reciprocal times 127, another rounding, and half of
+    # amax (common in bf16 checkpoints) would land on the other side of 63.5 than in native code.
+    inverse = torch.where(is_usable, torch.full_like(amax, LARGEST) / amax, 0.0)
     scales = torch.where(is_usable, amax / LARGEST, torch.where(amax < LEAST_AMAX, 0.0, torch.nan))
     products = torch.where(is_usable[:, None], wide * inverse[:, None], 0.0)
     return products.round_().to(torch.int8), scales
