@@ -6,9 +6,9 @@ Callers keep alive what the pointers point to. Imports torch, numpy and the libr
 from __future__ import annotations
 
 import ctypes
+from array import array
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -134,43 +134,54 @@ def library() -> ctypes.CDLL:
 
 def segments_of(
     batch: PagedBatch, num_rows: int, num_blocks: int
-) -> tuple[CSegments, tuple[npt.NDArray[np.generic], ...]]:
-    """The C form of a batch of num_rows rows over num_blocks blocks, and what must outlive it."""
-    starts = np.array(batch.query_start_loc, dtype=np.int64)  # [B+1]
-    contexts = np.array(batch.context_lens, dtype=np.int64)  # [B]
-    lengths = np.array([len(table) for table in batch.block_tables], dtype=np.int64)  # [B]
-    offsets = np.cumsum(lengths) - lengths
-    blocks = np.fromiter(chain.from_iterable(batch.block_tables), np.int32, int(lengths.sum()))
-    is_tree = np.array([parents is not None for parents in batch.parents], dtype=np.uint8)
-    counts = np.diff(starts)
-    assert len(contexts) == len(lengths) == len(is_tree) == len(counts), "segments disagree"
+) -> tuple[CSegments, tuple[array[int] | bytes, ...]]:
+    """The C form of a batch of num_rows rows over num_blocks blocks, and what must outlive it.
+
+    Plain arrays: at these sizes numpy's pointers alone take longer than the conversion.
+    """
+    starts, contexts = array("q", batch.query_start_loc), array("q", batch.context_lens)
+    assert len(batch.block_tables) == len(batch.parents) == len(contexts) == len(starts) - 1
     assert starts[0] == 0, starts
     assert starts[-1] == num_rows, (starts, num_rows)
-    assert (counts >= 0).all(), starts
-    assert (contexts >= 0).all(), contexts
     assert batch.block_size >= 1, batch.block_size
-    assert ((contexts + counts) <= lengths * batch.block_size).all(), "a block table is too short"
+    offsets, blocks = array("q"), array("i")
+    for idx, table in enumerate(batch.block_tables):
+        count = starts[idx + 1] - starts[idx]
+        assert count >= 0, starts
+        assert contexts[idx] >= 0, contexts
+        assert contexts[idx] + count <= len(table) * batch.block_size, "a block table is too short"
+        offsets.append(len(blocks))
+        blocks.extend(table)
     assert in_range(blocks, num_blocks), "a block that the cache does not have"
-    parents = np.full(num_rows, -1, dtype=np.int32)  # [T]
-    for start, count, own in zip(starts[:-1], counts, batch.parents, strict=True):
+    is_tree = bytes(parents is not None for parents in batch.parents)
+    parents = array("i", bytes(4 * num_rows)) if any(is_tree) else array("i")
+    for start, own in zip(starts, batch.parents, strict=False):
         if own is not None:
-            parents[start : start + count] = own
-    assert (parents < np.arange(num_rows) - np.repeat(starts[:-1], counts)).all(), "a late parent"
-    assert (parents >= -1).all(), parents
+            assert all(-1 <= parent < at for at, parent in enumerate(own)), "a parent after a child"
+            parents[start : start + len(own)] = array("i", own)
+    assert len(parents) in (0, num_rows), "parents of more rows than there are"
     segments = CSegments(
         num_segments=len(contexts),
         num_rows=num_rows,
         block_size=batch.block_size,
-        query_start=starts.ctypes.data,
-        context_lens=contexts.ctypes.data,
-        block_offsets=offsets.ctypes.data,
-        blocks=blocks.ctypes.data,
-        parents=parents.ctypes.data,
-        is_tree=is_tree.ctypes.data,
+        query_start=pointer(starts),
+        context_lens=pointer(contexts),
+        block_offsets=pointer(offsets),
+        blocks=pointer(blocks),
+        parents=pointer(parents),
+        is_tree=ctypes.cast(c_char_p(is_tree), c_void_p),
     )
     return segments, (starts, contexts, offsets, blocks, parents, is_tree)
 
 
-def in_range(numbers: npt.NDArray[np.generic], end: int) -> bool:
+def pointer(numbers: array[int]) -> int:
+    """The address of the first one."""
+    return numbers.buffer_info()[0]
+
+
+def in_range(numbers: array[int] | npt.NDArray[np.int64], end: int) -> bool:
     """Whether all are in 0 .. end-1."""
-    return numbers.size == 0 or bool(numbers.min() >= 0 and numbers.max() < end)
+    if len(numbers) == 0:
+        return True
+    values = np.frombuffer(numbers, numbers.typecode) if isinstance(numbers, array) else numbers
+    return bool(values.min() >= 0 and values.max() < end)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from ctypes import byref
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +32,7 @@ from specserve_kernels.native_abi import (
     CWeight,
     in_range,
     library,
+    pointer,
     segments_of,
 )
 
@@ -189,9 +190,9 @@ class NativeStep:
         ):
             assert _is_array(tensor, self.kv_dtype, *wanted), (tensor.shape, wanted)
         segments, keep = segments_of(batch, len(input_ids), num_blocks)
-        rows = np.array(logits_rows, dtype=np.int64)
+        rows = array("q", logits_rows)
         assert in_range(rows, len(input_ids)), "logits of a row that is not in the step"
-        layers = np.array(captured, dtype=np.int64)
+        layers = array("q", captured)
         assert in_range(layers, shape.num_layers + 1), captured
         if states is not None:
             wanted = (len(input_ids), len(captured), shape.hidden_size)
@@ -207,10 +208,10 @@ class NativeStep:
             keys=kv[0].data_ptr(),
             values=kv[1].data_ptr(),
             num_blocks=num_blocks,
-            logits_rows=rows.ctypes.data,
+            logits_rows=pointer(rows),
             num_logits=len(rows),
             logits=logits.data_ptr(),
-            captured=layers.ctypes.data,
+            captured=pointer(layers),
             num_captured=len(layers),
             states=None if states is None else states.data_ptr(),
         )

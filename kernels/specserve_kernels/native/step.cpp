@@ -4,7 +4,9 @@
 //   norm + prepare | gate-up | prepare | down } -> final norm + prepare of the wanted rows | head
 //
 // where | is a barrier. Rows of the small phases and columns of the products are dealt out in
-// advance, attention items as threads become free: who computes what changes no bit.
+// advance, attention items as threads become free: who computes what changes no bit. For a few rows
+// every thread prepares all of them into a buffer of its own: cheaper than waiting for each other,
+// and four barriers a layer fewer where a neighbour process may hold a thread back.
 #include "step.h"
 
 #include <algorithm>
@@ -40,6 +42,8 @@ class Buffer {
   size_t size_ = 0;
 };
 
+constexpr int64_t MOST_ROWS_ALONE = 4;  // prepared by every thread for itself
+
 struct Range {
   int64_t begin, end;
 };
@@ -55,7 +59,8 @@ Range share(int64_t count, int64_t unit, int thread, int num_threads) {
 
 struct Workspace {
   Buffer residual, qkv, seen, inner, records;
-  Buffer prepared, row_scales;
+  std::vector<Buffer> prepared;    // per thread, or the first for all
+  std::vector<Buffer> row_scales;  // of the prepared rows
   std::vector<Buffer> scratch;     // per thread: attention
   std::vector<Buffer> row_buffer;  // per thread: one normalised row
   RowPaths paths;
@@ -99,10 +104,13 @@ struct StepRun {
     size_t prepared = 0;
     for (int64_t k : {model.hidden_size, query_size, model.inner_size})
       prepared = std::max(prepared, prepared_bytes(model.head.dtype, most_rows, k));
-    space.prepared.reserve(prepared);
-    space.row_scales.reserve(size_t(most_rows) * 4 + 64);
-    space.scratch.resize(size_t(pool.num_threads()));
-    space.row_buffer.resize(size_t(pool.num_threads()));
+    const size_t threads = size_t(pool.num_threads());
+    for (auto* buffers : {&space.prepared, &space.row_scales, &space.scratch, &space.row_buffer})
+      if (buffers->size() < threads) buffers->resize(threads);
+    for (size_t i = 0; i < (alone() ? threads : 1); i++) {
+      space.prepared[i].reserve(prepared);
+      space.row_scales[i].reserve(size_t(most_rows) * 4 + 64);
+    }
     for (Buffer& buffer : space.scratch)
       buffer.reserve(attention_scratch_bytes(model.heads.head_dim));
     for (Buffer& buffer : space.row_buffer) buffer.reserve(size_t(model.hidden_size) * 4);
@@ -159,34 +167,51 @@ struct StepRun {
     }
   }
 
+  bool alone() const { return std::max(num_rows, step.num_logits) <= MOST_ROWS_ALONE; }
+
+  // The rows of a product as one thread sees them.
+  struct Prepared {
+    Range rows;  // those that it prepares
+    void* data;
+    float* scales;
+  };
+
+  Prepared prepared_rows(int64_t count, int thread) const {
+    const size_t at = alone() ? size_t(thread) : 0;
+    return {alone() ? Range{0, count} : my_rows(count, thread), space.prepared[at].data(),
+            space.row_scales[at].floats()};
+  }
+
+  void wait_for_prepared() {
+    if (!alone()) pool.barrier();
+  }
+
   // Row i of `count` prepared rows is the norm of residual row `pick[i]`, or of row i.
   void norm_and_prepare(const Weight& weight, const float* norm, int64_t count,
                         const int64_t* pick, int thread) {
-    const Range rows = my_rows(count, thread);
+    const Prepared to = prepared_rows(count, thread);
     const int64_t width = model.hidden_size;
     float* normed = space.row_buffer[size_t(thread)].floats();
-    for (int64_t row = rows.begin; row < rows.end; row++) {
+    for (int64_t row = to.rows.begin; row < to.rows.end; row++) {
       const float* x = space.residual.floats() + (pick ? pick[row] : row) * width;
       kernel.rms_norm(x, norm, normed, width, model.norm_epsilon);
       // A leading dimension of 0: whatever the row, it stands in this buffer.
-      prepare(weight.dtype, count, row, row + 1, width, normed, 0, space.prepared.data(),
-              space.row_scales.floats());
+      prepare(weight.dtype, count, row, row + 1, width, normed, 0, to.data, to.scales);
     }
   }
 
   void prepare_rows(const Weight& weight, const float* x, int64_t k, int thread) {
-    const Range rows = my_rows(num_rows, thread);
-    if (rows.begin < rows.end)
-      prepare(weight.dtype, num_rows, rows.begin, rows.end, k, x, k, space.prepared.data(),
-              space.row_scales.floats());
+    const Prepared to = prepared_rows(num_rows, thread);
+    if (to.rows.begin < to.rows.end)
+      prepare(weight.dtype, num_rows, to.rows.begin, to.rows.end, k, x, k, to.data, to.scales);
   }
 
   void multiply(const Weight& weight, int64_t count, Epilogue epilogue, float* out, int64_t ldo,
                 int thread) {
     const Range columns = share(weight.n, 4 * COLUMN_TILE, thread, pool.num_threads());
+    const Prepared from = prepared_rows(count, thread);
     if (columns.begin < columns.end && count > 0)
-      gemm(weight, count, space.prepared.data(), space.row_scales.floats(), columns.begin,
-           columns.end, epilogue, out, ldo);
+      gemm(weight, count, from.data, from.scales, columns.begin, columns.end, epilogue, out, ldo);
   }
 
   KvLayer kv_layer(int64_t layer) const {
@@ -255,7 +280,7 @@ struct StepRun {
     const int64_t width = model.hidden_size;
     capture(idx, thread);
     norm_and_prepare(layer.qkv, layer.input_norm, num_rows, nullptr, thread);
-    pool.barrier();
+    wait_for_prepared();
     watch.lap(&Phases::rest);
     multiply(layer.qkv, num_rows, Epilogue::STORE, space.qkv.floats(), qkv_size, thread);
     pool.barrier();
@@ -267,20 +292,20 @@ struct StepRun {
     pool.barrier();
     watch.lap(&Phases::attention);
     prepare_rows(layer.out, space.seen.floats(), query_size, thread);
-    pool.barrier();
+    wait_for_prepared();
     watch.lap(&Phases::rest);
     multiply(layer.out, num_rows, Epilogue::ADD, residual, width, thread);
     pool.barrier();
     watch.lap(&Phases::gemm);
     norm_and_prepare(layer.gate_up, layer.mlp_norm, num_rows, nullptr, thread);
-    pool.barrier();
+    wait_for_prepared();
     watch.lap(&Phases::rest);
     multiply(layer.gate_up, num_rows, Epilogue::SWIGLU, space.inner.floats(), model.inner_size,
              thread);
     pool.barrier();
     watch.lap(&Phases::gemm);
     prepare_rows(layer.down, space.inner.floats(), model.inner_size, thread);
-    pool.barrier();
+    wait_for_prepared();
     watch.lap(&Phases::rest);
     multiply(layer.down, num_rows, Epilogue::ADD, residual, width, thread);
     pool.barrier();
@@ -291,10 +316,11 @@ struct StepRun {
     Watch watch = {thread == 0 ? &phases : nullptr};
     gemm_thread_begin();
     embed(thread);
+    pool.barrier();
     for (int64_t idx = 0; idx < model.num_layers; idx++) layer(idx, thread, watch);
     capture(model.num_layers, thread);
     norm_and_prepare(model.head, model.final_norm, step.num_logits, step.logits_rows, thread);
-    pool.barrier();
+    wait_for_prepared();
     watch.lap(&Phases::rest);
     multiply(model.head, step.num_logits, Epilogue::STORE, step.logits, model.vocab_size, thread);
     gemm_thread_end();
