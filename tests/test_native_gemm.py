@@ -5,9 +5,7 @@ The oracle of int8 is numpy: its bits are demanded, not its neighbourhood.
 
 from __future__ import annotations
 
-import ctypes
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -16,44 +14,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from specserve_kernels.native_library import load, why_not
+from specserve_kernels.native_library import why_not
+from tests.native_products import (
+    ADD,
+    BF16,
+    DTYPES,
+    F32,
+    I8,
+    INSTRUCTION_SETS,
+    STORE,
+    SWIGLU,
+    Floats,
+    aligned,
+    available,
+    chosen,
+    gemm,
+    in_use,
+    packed,
+)
 
-Floats = NDArray[np.float32]
-
-F32, BF16, I8 = 0, 1, 2
-STORE, ADD, SWIGLU = 0, 1, 2
-DTYPES = {"f32": F32, "bf16": BF16, "int8": I8}
-INSTRUCTION_SETS = ["amx", "avx512vnni", "avx2", "portable"]
-
-LIBRARY = load()
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason=why_not() or "")
-
-
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, i64, i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    library.specserve_gemm_packed_bytes.restype = ctypes.c_size_t
-    library.specserve_gemm_packed_bytes.argtypes = [i32, i64, i64]
-    library.specserve_gemm_pack.restype = ctypes.c_char_p
-    library.specserve_gemm_pack.argtypes = [i32, i64, i64, pointer, pointer, pointer]
-    library.specserve_gemm_run.restype = ctypes.c_char_p
-    library.specserve_gemm_run.argtypes = [
-        *[i32, i64, i64, pointer, pointer, pointer],  # dtype, n, k, packed, scales, bias
-        *[i64, pointer, i64, i64, i64, i32, pointer, i64],  # rows, x, ldx, columns, epilogue, out
-    ]
-    library.specserve_gemm_instruction_set.restype = ctypes.c_char_p
-    library.specserve_gemm_choose.argtypes = [ctypes.c_char_p]
-    return library
-
-
-gemm = _declared(LIBRARY) if LIBRARY is not None else None
-
-
-def chosen(name: str) -> bool:
-    return bool(gemm.specserve_gemm_choose(name.encode()))
-
-
-def in_use(dtype: int) -> str:
-    return gemm.specserve_gemm_instruction_set(dtype).decode()
+pytestmark = pytest.mark.skipif(gemm is None, reason=why_not() or "")
 
 
 @pytest.fixture(autouse=True)
@@ -68,62 +48,6 @@ def instruction_set(request: pytest.FixtureRequest) -> str:
     if not chosen(request.param):
         pytest.skip(f"this CPU (or its system) does not run {request.param}")
     return request.param
-
-
-def available() -> list[str]:
-    return [name for name in INSTRUCTION_SETS if chosen(name)]
-
-
-def aligned(num_bytes: int) -> NDArray[np.uint8]:
-    raw = np.zeros(num_bytes + 64, np.uint8)
-    begin = -raw.ctypes.data % 64
-    return raw[begin : begin + num_bytes]
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A packed weight [n, k]."""
-
-    dtype: int
-    n: int
-    k: int
-    packed: NDArray[np.uint8]
-    scales: Floats
-
-    def run(
-        self,
-        x: Floats,
-        out: Floats,
-        columns: tuple[int, int] | None = None,
-        bias: Floats | None = None,
-        epilogue: int = STORE,
-    ) -> str | None:
-        """Write into out [M, >= n] what x [M, k] gives; the complaint, if there is one."""
-        begin, end = columns or (0, self.n)
-        complaint = gemm.specserve_gemm_run(
-            *(self.dtype, self.n, self.k, self.packed.ctypes.data, self.scales.ctypes.data),
-            *(None if bias is None else bias.ctypes.data, len(x)),
-            *(x.ctypes.data, x.strides[0] // 4, begin, end, epilogue),
-            *(out.ctypes.data, out.strides[0] // 4),
-        )
-        return None if complaint is None else complaint.decode()
-
-    def product(self, x: Floats, bias: Floats | None = None, epilogue: int = STORE) -> Floats:
-        out = np.zeros((len(x), self.n // (2 if epilogue == SWIGLU else 1)), np.float32)
-        assert self.run(x, out, bias=bias, epilogue=epilogue) is None
-        return out
-
-
-def packed(dtype: int, w: Floats) -> Packed:
-    n, k = w.shape
-    weight = Packed(
-        dtype, n, k, aligned(gemm.specserve_gemm_packed_bytes(dtype, n, k)), np.zeros(n, np.float32)
-    )
-    complaint = gemm.specserve_gemm_pack(
-        dtype, n, k, w.ctypes.data, weight.packed.ctypes.data, weight.scales.ctypes.data
-    )
-    assert complaint is None
-    return weight
 
 
 def numbers(*shape: int, seed: int = 0) -> Floats:
@@ -199,6 +123,14 @@ def test_float_products_are_as_close_to_float64_as_one_chain_of_additions(
     for name in available():
         assert chosen(name)
         assert (np.abs(weight.product(numbers(m, k, seed=seed + 100)) - expected) <= bound).all()
+
+
+def test_bf16_rounds_weights_and_rows_to_nearest_even(instruction_set: str) -> None:
+    ties = np.array([1 + i * 2.0**-8 for i in range(1, 48)] + [3.4e38, 3.3e38], np.float32)
+    values = np.concatenate([ties, -ties, np.nextafter(ties, 0), numbers(200)])
+    one = np.ones((1, 1), np.float32)
+    assert_same_bits(packed(BF16, one).product(values[:, None])[:, 0], as_bf16(values))
+    assert_same_bits(packed(BF16, values[:, None]).product(one)[0], as_bf16(values))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
@@ -279,7 +211,7 @@ def test_a_poisoned_row_is_never_finite_and_touches_no_other(
 
 
 def test_rows_of_zeros_and_rows_too_small_to_scale_give_zeros(instruction_set: str) -> None:
-    w, x = numbers(40, 100), numbers(4, 100, seed=1)
+    w, x = 1e30 * numbers(40, 100), numbers(4, 100, seed=1)
     w[3], x[1], x[2] = 0, 0, 1e-38
     result = packed(I8, w).product(x)
     assert (result[1:3] == 0).all()
