@@ -17,6 +17,7 @@ from specserve.noise import Noise, Purpose, gumbel
 from specserve.sampler import (
     LogitsRow,
     RowError,
+    choose,
     choose_row,
     choose_row_in_numpy,
     edited,
@@ -294,7 +295,24 @@ def test_alternatives_that_are_masked_are_listed_all_the_same() -> None:
     assert [token for token, _ in entry.top] == [2, 0, 1]
 
 
-# --- threads -------------------------------------------------------------------------------------
+# --- several rows --------------------------------------------------------------------------------
+
+
+def test_rows_chosen_in_one_call_are_chosen_as_alone() -> None:
+    logits = random_logits(40, 3000)
+    logits[3] = math.nan
+    logits[4] = -math.inf
+    options: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"top_p": 0.8},
+        {"logit_bias": {5: 9.0}},
+    ]
+    rows = [a_row(seed=s, **options[s % 4]) for s in range(40)]
+    together = choose(logits, rows, vocab_size=2990)
+    alone = [expected(logits[s, :2990].numpy(), rows[s]) for s in range(40)]
+    assert [c if isinstance(c, int) else str(c) for c in together] == alone
+    assert sum(isinstance(c, RowError) for c in together) == 2
 
 
 def test_rows_chosen_at_once_on_several_threads_do_not_meet() -> None:

@@ -1,13 +1,8 @@
-"""One pipeline: vLLM's definitions, one order, ties to the lowest id, rows that never interact.
-
-Run as a script it prints what choosing costs: `python -m tests.test_sampler`.
-"""
+"""One pipeline: vLLM's definitions, one order, ties to the lowest id, rows that never interact."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import time
 from typing import Any
 
 import numpy as np
@@ -24,7 +19,7 @@ from specserve.sampler import (
     logprobs,
     process_logits,
 )
-from tests.logit_rows import a_row, a_sampling_request, random_logits
+from tests.logit_rows import a_row, random_logits
 
 V = 1000
 
@@ -369,27 +364,3 @@ def test_a_draft_with_useless_logits_proposes_nothing() -> None:
     broken, fine = draft_choice(logits, [a_row()] * 2, [Purpose.TARGET] * 2, vocab_size=2)
     assert broken is None
     assert fine is not None
-
-
-def main() -> None:
-    """Least of 20 runs of `choose`, 16 rows of V = 49,152."""
-    vocab_size = 49_152
-    cases: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        *OPTIONS[1:3],
-        {"top_k": 50},
-        {"top_p": 0.95},
-    ]
-    for spread, options in itertools.product((3.0, 4.0), cases):
-        logits = random_logits(16, vocab_size, spread=spread)
-        rows = [LogitsRow(a_sampling_request(seed=s, **options), (1, 2, 3)) for s in range(16)]
-        seconds = []
-        for _ in range(20):
-            start = time.thread_time()
-            choose(logits, rows, vocab_size=vocab_size)
-            seconds.append(time.thread_time() - start)
-        print(f"logits of spread {spread} {options}: {min(seconds) * 1e3:.2f} ms")
-
-
-if __name__ == "__main__":
-    main()

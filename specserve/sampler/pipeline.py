@@ -19,6 +19,7 @@ from specserve.noise import Floats
 from specserve.sampler.rows import LogitsRow, as_rows, best_logit, edited
 
 MASS_UNIT: Final = 2.0**-40  # masses are whole multiples of it
+_F32: Final = np.float32
 
 
 def process_logits(logits: Tensor, rows: Seq[LogitsRow], *, vocab_size: int) -> Tensor:
@@ -80,17 +81,27 @@ def masses(weights: Floats) -> NDArray[np.int64]:
     power of two, then a polynomial (relative error 3e-9) in float32, step by step as the native
     sampler takes them: numpy's exp differs from machine to machine in the last bits.
     """
-    w = np.maximum(weights.astype(np.float32, copy=False), np.float32(-40.0))  # a mass of 0
-    magic = np.float32(1.5 * 2**23)  # adding it rounds to a whole number
-    n = (w * np.float32(1.44269504) + magic) - magic
-    r = (w - n * np.float32(0.693359375)) - n * np.float32(-2.12194440e-4)
-    p = r * np.float32(0.00138148281) + np.float32(0.00836878456)
-    for coefficient in (0.0416683853, 0.166665196, 0.49999994):
-        p = p * r + np.float32(coefficient)
-    p = (p * r) * r + r + np.float32(1.0)
-    scaled = np.ldexp(p, n.astype(np.int32) + 40)
-    whole: NDArray[np.int64] = np.rint(scaled.astype(np.float64)).astype(np.int64)
-    return whole
+    r = np.maximum(weights.astype(np.float32, copy=False), _F32(-40.0))  # a mass of 0
+    n = r * _F32(1.44269504)
+    n += _F32(1.5 * 2**23)  # adding it rounds to a whole number
+    n -= _F32(1.5 * 2**23)
+    # In place from here on: fresh arrays, at this size, cost several times the arithmetic.
+    p = n * _F32(0.693359375)
+    r -= p
+    r -= np.multiply(n, _F32(-2.12194440e-4), out=p)
+    np.multiply(r, _F32(0.00138148281), out=p)
+    for coefficient in (0.00836878456, 0.0416683853, 0.166665196, 0.49999994):
+        p += _F32(coefficient)
+        p *= r
+    p *= r
+    p += r
+    p += _F32(1.0)
+    power = n.astype(np.int32)  # 2^(n + 40), by its bits
+    power += 127 + 40
+    power <<= 23
+    p *= power.view(np.float32)
+    wide = p.astype(np.float64)
+    return np.rint(wide, out=wide).astype(np.int64)
 
 
 def mass(weights: Floats) -> int:

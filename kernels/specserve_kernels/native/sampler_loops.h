@@ -7,7 +7,7 @@
 
 #include "sampler.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -44,6 +44,39 @@ inline F load_tail(const float* p, int64_t count) {
 
 inline F filled(float x) { return x - F{}; }
 
+// a > b ? a : b, in one instruction where there is one for it: so b where either is no number.
+inline F larger(F a, F b) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<F>(
+      _mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<F>(
+      _mm256_max_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// Remembers whether any lane it was shown was no number.
+struct NanWatch {
+#if defined(__AVX512F__)
+  __mmask16 seen = 0;
+  void show(F a, F b) {
+    seen |= _mm512_cmp_ps_mask(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b),
+                               _CMP_UNORD_Q);
+  }
+  bool any() const { return seen != 0; }
+#else
+  I seen{};
+  void show(F a, F b) { seen |= (a != a) | (b != b); }
+  bool any() const {
+    int32_t some = 0;
+    for (int lane = 0; lane < W; ++lane) some |= seen[lane];
+    return some != 0;
+  }
+#endif
+};
+
 // ---- best -------------------------------------------------------------------------------------
 
 constexpr int CHUNK = 4096;  // floats; the best is looked up again in one of them
@@ -54,28 +87,25 @@ BestLogit best_of(const float* x, int64_t n) {
     const int64_t count = n - start < CHUNK ? n - start : CHUNK;
     const float* chunk = x + start;
     F best[4];
-    I nan{};
+    NanWatch nan;
     for (auto& b : best) b = filled(-__builtin_inff());
     int64_t i = 0;
     for (; i + 4 * W <= count; i += 4 * W) {
-      for (int u = 0; u < 4; ++u) {
-        const F v = load(chunk + i + u * W);
-        best[u] = v > best[u] ? v : best[u];
-        nan |= (v != v);
-      }
+      F v[4];
+      for (int u = 0; u < 4; ++u) v[u] = load(chunk + i + u * W);
+      for (int u = 0; u < 4; ++u) best[u] = larger(v[u], best[u]);
+      for (int u = 0; u < 4; u += 2) nan.show(v[u], v[u + 1]);
     }
     for (; i < count; i += W) {
       const F v = count - i >= W ? load(chunk + i) : load_tail(chunk + i, count - i);
-      best[0] = v > best[0] ? v : best[0];
-      nan |= (v != v);
+      best[0] = larger(v, best[0]);
+      nan.show(v, v);
     }
+    if (nan.any()) return {0, 0.0f, true};
     float largest = -__builtin_inff();
-    int32_t any_nan = 0;
     for (int lane = 0; lane < W; ++lane) {
       for (const auto& b : best) largest = b[lane] > largest ? b[lane] : largest;
-      any_nan |= nan[lane];
     }
-    if (any_nan) return {0, 0.0f, true};
     if (largest > result.value) {
       int64_t at = 0;
       while (chunk[at] != largest) ++at;
@@ -91,7 +121,7 @@ BestLogit best_of(const float* x, int64_t n) {
 // two, then 1 + r + r^2 * P(r) with P of degree 4 (relative error 3e-9 before rounding).
 inline F scaled_exp(F w) {
   const F lowest = filled(-40.0f);  // a mass of 0, and no power of two out of range
-  w = w > lowest ? w : lowest;
+  w = larger(w, lowest);
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
   const F n = (w * 1.44269504f + magic) - magic;
   const F r = (w - n * 0.693359375f) - n * -2.12194440e-4f;
