@@ -116,20 +116,6 @@ def pruned(draft: Draft, nodes: Seq[int]) -> Draft:
     )
 
 
-def first_chain(draft: Draft) -> Draft:
-    """The path of first children: what a rule for chains can use of a tree."""
-    path: list[int] = []
-    for idx, parent in enumerate(draft.parents):
-        if parent == (path[-1] if path else -1):
-            path.append(idx)
-    return chain(
-        [draft.token_ids[idx] for idx in path],
-        probs=None if draft.probs is None else draft.probs[path],
-        kv_len=draft.kv_len,
-        scores=[draft.scores[idx] for idx in path] if draft.scores else (),
-    )
-
-
 def fault_of(draft: Draft) -> str | None:
     """Why a draft cannot be used at all, or None."""
     if not isinstance(draft, Draft):

@@ -272,7 +272,7 @@ async def test_an_error_behind_a_stop_token_is_never_met() -> None:
     assert results[0][1] == "stop"
 
 
-async def test_rejection_uses_what_it_can_of_a_tree() -> None:
+async def test_rejection_verifies_a_whole_tree() -> None:
     tree = Draft(token_ids=(1, 2, 3, 4), parents=(-1, -1, 0, 2))
     async with serving(
         a_model(), a_config(), drafters={"scripted": scripted(lambda row: tree)}
@@ -286,7 +286,7 @@ async def test_rejection_uses_what_it_can_of_a_tree() -> None:
         chunk = await served.collect(request)
         assert chunk.finish_reason == "length"
         assert chunk.stats is not None
-        assert chunk.stats.per_step_drafted[0] == 3
+        assert chunk.stats.per_step_drafted[0] == 4
 
 
 def scripted(script: Script) -> Drafter:

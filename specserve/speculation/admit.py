@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from specserve.speculation.costs import DraftCosts
 
-HOPELESS = 0.02  # a guess that survives less often is not looked at
+HOPELESS = 0.01  # a guess that survives less often is not looked at
 
 
 class Race(NamedTuple):

@@ -5,7 +5,7 @@
 2. Drafters that run a model are decided about before they are called, from what such drafts were
    worth at each depth for requests that fared alike: for whom, how deep, chain or tree.
 3. All guesses race for the step (admit.py).
-What looks not worth it is still tried now and then, from an allowance of 1 % of the time, so that
+What looks not worth it is still tried now and then, from an allowance of 0.5 % of the time, so that
 estimates do not freeze and trying never costs more than that.
 
 For sampled drafts under rules that need their law (rejection, block) K is fixed before the draft
@@ -27,14 +27,16 @@ from specserve.speculation.admit import (
     race,
     race_with_calls,
 )
+from specserve.speculation.allowance import Allowance
 from specserve.speculation.beliefs import Beliefs, Track
 from specserve.speculation.chosen import StepFacts
+from specserve.speculation.offers import AutoRow, Call
 from specserve.speculation.survival import Judged
-from specserve.types import RowPlan
 
-EXPLORE: Final = 0.01  # share of the time that may go into trying what looks not worth it
 EXPLORE_EVERY: Final = 64  # steps
-_EXPLORE_DEPTH: Final = 3
+_TRIAL_DEPTH: Final = 3
+_TRIAL_ROWS: Final = 4
+_KNOWN: Final = 200  # outcomes from which a drafter is known
 _REFRESH_EVERY: Final = 256  # steps with guesses before one without, to know what that costs
 _LONGEST_WAIT: Final = 16  # steps between two looks at what was not worth it
 _CHEAP: Final = 0.02  # of a step, all rows together
@@ -42,39 +44,9 @@ _MARGIN: Final = 1.005  # a call must promise this much more than going without
 _AMORTISE: Final = 64  # steps that reading a text is spread over
 _SHAPE_WIDTH: Final = (1, 2, 4)  # children per node of the shapes in survival.py
 _MOST_TREE_ROWS: Final = 8
+_TREE_EVERY: Final = 16  # calls for chains
+_SHAPE_KNOWN: Final = 24.0  # outcomes
 _DEEPEST: Final = 10  # of a draft whose scores are not known yet
-
-
-class AutoRow:
-    """One row whose guesses are the controller's choice, during one step."""
-
-    __slots__ = ("cap", "expected", "fixed", "forced", "idx", "judged", "name", "plan", "replay")
-
-    def __init__(self, idx: int, plan: RowPlan) -> None:
-        self.idx = idx
-        self.plan = plan
-        self.cap = plan.max_draft_tokens
-        self.replay = plan.request.verify == "replay"
-        self.name = ""
-        self.judged: Judged | None = None
-        self.expected = 0.0
-        self.fixed = False  # all of its guesses are verified: its law needs that
-        self.forced = False  # the same, because it is tried
-
-    def offer(self, name: str, judged: Judged) -> None:
-        """Keep the better of what was proposed."""
-        expected = judged.expected
-        if self.judged is None or expected > self.expected:
-            self.name, self.judged, self.expected = name, judged, expected
-
-
-class Call(msgspec.Struct, frozen=True):
-    """A drafter to be asked: rows with how many guesses each, and children per node."""
-
-    name: str
-    rows: tuple[tuple[AutoRow, int], ...]
-    width: int = 1
-    is_trial: bool = False
 
 
 class Controller:
@@ -94,12 +66,14 @@ class Controller:
         self._ladder: list[float] = []
         self._step_idx = 0
         self._seconds_per_token = 0.0
-        self._allowance = 0.0
-        self._debt = 0.0  # of this step's trial
+        self._allowance = Allowance()
+        self._plain_seconds = 0.0  # of this step without any guess
+        self._debt = 0.0  # of this step's paid call: seconds that verifying takes longer
         self._look_at = dict.fromkeys(is_model, 0)  # step from which a model is considered again
         self._wait = dict.fromkeys(is_model, 1)
         self._called_at = dict.fromkeys(is_model, -EXPLORE_EVERY)
         self._since_plain = 0
+        self._num_chains = 0
         self.fixed_seconds = 0.0  # of this step: host, drafts made, this controller
 
     # ---- the step --------------------------------------------------------------------------
@@ -110,6 +84,7 @@ class Controller:
         self._ladder = []
         self._debt = 0.0
         self.fixed_seconds = fixed_seconds
+        self._plain_seconds = fixed_seconds + self._rungs(0)[0]
 
     def cheap_calls(self, rows: Seq[AutoRow], names: Seq[str]) -> list[Call]:
         """Whom to ask before anything is decided; nobody in a step that refreshes K = 0."""
@@ -152,7 +127,12 @@ class Controller:
         if self._is_refresh or not rows:
             return None
         costly = [name for name in names if not self._is_cheap(name, self._cost(name, rows), None)]
-        due = [name for name in costly if self._step_idx >= self._look_at[name]]
+        due = [
+            name
+            for name in costly
+            if self._step_idx >= self._look_at[name]
+            and (self._is_known(name) or self._can_pay(name, rows))
+        ]
         best: Call | None = None
         if due:
             chances = sorted(
@@ -169,8 +149,14 @@ class Controller:
                     self._wait[name] = min(2 * self._wait[name], _LONGEST_WAIT)
                     self._look_at[name] = self._step_idx + self._wait[name]
         call = best or self._trial(costly, rows)
-        if call is not None:
-            self._called_at[call.name] = self._step_idx
+        if call is None:
+            return None
+        self._called_at[call.name] = self._step_idx
+        if call.is_trial or not self._is_known(call.name):
+            num_guesses = sum(count for _, count in call.rows)
+            ladder = self._rungs(num_guesses)
+            self._debt = max(0.0, ladder[num_guesses] - ladder[0])
+            call = msgspec.structs.replace(call, is_paid=True)
         return call
 
     def admit(self, rows: Seq[AutoRow]) -> tuple[dict[int, list[int]], Race]:
@@ -203,16 +189,28 @@ class Controller:
         self._seconds_per_token = 1.0 / won.goodput
         return chosen, won
 
-    def close(self, seconds: float, trial_seconds: float) -> None:
-        """The step took `seconds`; trial_seconds of them went into a trial's draft."""
-        saved = min(self._allowance + EXPLORE * seconds, 2 * seconds)
-        self._allowance = saved - trial_seconds - self._debt
+    def close(self, seconds: float, paid_seconds: float, num_accepted: int) -> None:
+        """The step took `seconds`; a paid call's draft took paid_seconds of them and brought
+        num_accepted tokens."""
+        self._allowance.earn(seconds, self._plain_seconds)
+        if paid_seconds:
+            brought = num_accepted * self._seconds_per_token
+            self._allowance.pay(paid_seconds + self._debt - brought)
 
     # ---- inside ----------------------------------------------------------------------------
 
     @property
     def _is_refresh(self) -> bool:
         return self._since_plain >= _REFRESH_EVERY
+
+    def _can_pay(self, name: str, rows: Seq[AutoRow]) -> bool:
+        """Whether the allowance lasts for a short draft of all rows, were all of it wrong."""
+        return self._allowance.covers(
+            self._beliefs.draft_costs[name].seconds(len(rows), _TRIAL_DEPTH)
+        )
+
+    def _is_known(self, name: str) -> bool:
+        return self._beliefs.survival[name].num_learned >= _KNOWN
 
     def _track(self, row: AutoRow, name: str) -> Track:
         return self._beliefs.track(row.plan.seq_id, name)
@@ -277,7 +275,7 @@ class Controller:
             track = self._track(row, name)
             hoped: list[float] = []
             if self._step_idx >= track.ask_at:
-                most = min(row.cap, _DEEPEST)
+                most = min(row.cap, _DEEPEST if self._is_known(name) else _TRIAL_DEPTH)
                 hoped = survival.marginal(track.habit.bin, most, hopeless=HOPELESS)
             if sum(hoped) > row.expected:
                 candidates += [Candidate(s, at, depth) for depth, s in enumerate(hoped, start=1)]
@@ -301,7 +299,27 @@ class Controller:
         call = Call(name, tuple((rows[at], depth) for at, depth in depths.items()))
         best = (call, won.goodput) if depths else (None, 0.0)
         tree = self._best_tree(name, rows, sum(reading))
-        return tree if tree is not None and tree[1] > best[1] else best
+        if tree is not None and tree[1] > best[1]:
+            return tree
+        return (self._as_tree(best[0], rows), best[1]) if best[0] is not None else best
+
+    def _as_tree(self, call: Call, rows: Seq[AutoRow]) -> Call:
+        """Now and then a tree in place of a chain, where it costs little, to learn its worth."""
+        self._num_chains += 1
+        few = len(rows) <= _MOST_TREE_ROWS and all(row.replay for row in rows)
+        if self._num_chains % _TREE_EVERY or not few:
+            return call
+        room = self._free_room(sum(row.cap for row in rows)) // len(rows)
+        shape = 1 + self._num_chains // _TREE_EVERY % 2
+        deepest = max(depth for _, depth in call.rows)
+        levels = round(self._beliefs.tree_depth[call.name][shape].value)
+        costs = self._beliefs.draft_costs[call.name]
+        more = costs.seconds(len(rows), levels) - costs.seconds(len(call.rows), deepest)
+        if room < 2 * deepest or not self._allowance.covers(more):
+            return call
+        self._allowance.pay(more)
+        width = _SHAPE_WIDTH[shape]
+        return Call(call.name, tuple((row, min(row.cap, room)) for row, _ in call.rows), width)
 
     def _best_tree(
         self, name: str, rows: Seq[AutoRow], reading: float
@@ -316,6 +334,8 @@ class Controller:
             return None
         best: tuple[Call, float] | None = None
         for shape in (1, 2):
+            if beliefs.survival[name].num_of_shape(shape) < _SHAPE_KNOWN:
+                continue
             emitted = facts.emitted
             for row, size in zip(rows, sizes, strict=True):
                 habit = self._track(row, name).habit.bin
@@ -347,20 +367,18 @@ class Controller:
 
     def _trial(self, names: Seq[str], rows: Seq[AutoRow]) -> Call | None:
         """A short draft for those that were not tried for long, if the allowance lasts."""
-        if self._allowance <= 0:
-            return None
         for name in names:
-            if self._step_idx - self._called_at[name] < EXPLORE_EVERY:
+            if not self._can_pay(name, rows[:_TRIAL_ROWS]):
+                continue
+            distance = EXPLORE_EVERY if self._is_known(name) else 8
+            if self._step_idx - self._called_at[name] < distance:
                 continue
             order = sorted(
                 (row.expected > 1, self._track(row, name).asked_at, at)
                 for at, row in enumerate(rows)
             )
-            asked = [rows[at] for _, _, at in order[:4]]
-            depths = tuple((row, min(row.cap, _EXPLORE_DEPTH)) for row in asked)
-            num_guesses = sum(depth for _, depth in depths)
-            ladder = self._rungs(num_guesses)
-            self._debt = max(0.0, ladder[num_guesses] - ladder[0])
+            asked = [rows[at] for _, _, at in order[:_TRIAL_ROWS]]
+            depths = tuple((row, min(row.cap, _TRIAL_DEPTH)) for row in asked)
             return Call(name, depths, is_trial=True)
         return None
 

@@ -22,6 +22,8 @@ import msgspec
 
 _FACTOR: Final = 3.0  # further away than this an observation is cut
 _SLOW: Final = 0.05
+_DRIFT: Final = 0.002
+_READING: Final = 16  # known tokens per row from which a call is one that reads
 _FAST: Final = 0.2
 
 
@@ -54,7 +56,8 @@ class RobustMean:
         self.value = value
         self.count = weight
         self._rate = rate
-        self._recent: deque[float] = deque(maxlen=5)
+        # What was believed counts as two observations: a first outlier is not the median.
+        self._recent: deque[float] = deque([value] * 2 if weight else (), maxlen=5)
 
     def add(self, observed: float) -> None:
         if self.count:
@@ -121,6 +124,10 @@ class VerifyCosts:
         ratio = seconds * level.value * self._speed.value / max(expected, 1e-9)
         level.add(ratio)
         self._speed.add(ratio / level.value)
+        # What is not seen any more drifts to what is, so that it will be tried again.
+        for other in self._levels:
+            if other is not level:
+                other.value += _DRIFT * (level.value - other.value)
 
     def observe_choosing(self, num_emitted: int, seconds: float) -> None:
         if num_emitted:
@@ -183,17 +190,15 @@ class DraftCosts:
             far = abs(rows - row_class) + abs(steps - step_class)
             if far < distance:
                 distance = far
-                # More rows are partly free, more steps are not; fewer save less than their share.
-                scale = 2.0 ** (0.6 * (row_class - rows) if row_class > rows else 0.0)
-                scale *= num_steps / self._STEPS[steps] if step_class > steps else 1.0
-                best = known.value * scale
+                shape = _shape(num_rows, num_steps) / _shape(self._ROWS[rows], self._STEPS[steps])
+                best = known.value * shape
         return best
 
     def observe(self, num_rows: int, num_steps: int, num_catch_up: int, seconds: float) -> None:
         """num_catch_up: tokens read beyond the one per row that every call reads."""
         row_class = _class_of(self._ROWS, num_rows)
         step_class = _class_of(self._STEPS, num_steps)
-        if num_catch_up > 4 * num_rows and self._cells:
+        if num_catch_up > _READING * num_rows and self._cells:
             rest = max(0.0, seconds - self.seconds(num_rows, num_steps))
             self._per_catch_up.add(rest / num_catch_up)
             return
@@ -216,6 +221,11 @@ class DraftCosts:
 
 def _class_of(bounds: Seq[int], value: int) -> int:
     return min(bisect_left(bounds, value), len(bounds) - 1)
+
+
+def _shape(num_rows: int, num_steps: int) -> float:
+    """How costs go, roughly, where they were not seen: steps count fully, rows partly."""
+    return (0.5 + num_steps) * (1.0 + num_rows / 24.0)
 
 
 def _within(num_steps: int, bound: int) -> float:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from specserve.drafting import Draft, Drafter, DraftRow, first_chain, is_chain, pruned
+from specserve.drafting import Draft, Drafter, DraftRow, is_chain, pruned
 from specserve.speculation.beliefs import Beliefs
 from specserve.speculation.chosen import (
     ChosenDraft,
@@ -27,14 +27,12 @@ from specserve.speculation.chosen import (
     no_draft,
     num_fed,
 )
-from specserve.speculation.controller import AutoRow, Call, Controller
+from specserve.speculation.controller import Controller
 from specserve.speculation.costs import UNMEASURED, Profile, RobustMean
+from specserve.speculation.offers import AutoRow, Call
 from specserve.speculation.panel import Panel
 from specserve.speculation.survival import Judged
 from specserve.types import RowPlan
-
-# Rules that accept chains only; of a tree they get the path of first children.
-CHAIN_RULES: Final = frozenset({"rejection", "block"})
 
 
 class _Proposed(NamedTuple):
@@ -78,7 +76,8 @@ class Speculator:
         self._facts = StepFacts(0, 0, 0.0, 0.0, 0.0)
         self._proposed: dict[int, list[_Proposed]] = {}  # by seq_id
         self._draft_seconds = 0.0
-        self._trial_seconds = 0.0
+        self._paid_seconds = 0.0
+        self._paid_name = ""
         self._started = self._ended = 0.0
         self._last_seqs: frozenset[int] = frozenset()
 
@@ -114,7 +113,7 @@ class Speculator:
         self._started = self._clock()
         self._proposed = {}
         self._panel.begin(self._step_idx)
-        self._draft_seconds = self._trial_seconds = 0.0
+        self._draft_seconds = self._paid_seconds = 0.0
         seqs = frozenset(row.seq_id for row in rows)
         if seqs & self._last_seqs:  # nobody waited in between for something to do
             self._host.add(max(0.0, self._started - self._ended))
@@ -178,8 +177,9 @@ class Speculator:
             for idx, (draft, _) in answers.items():
                 kv_lens = {**chosen[idx].kv_lens, call.name: draft.kv_len}
                 chosen[idx] = msgspec.structs.replace(chosen[idx], kv_lens=kv_lens)
-        if call.is_trial:
-            self._trial_seconds += self._draft_seconds - before
+        if call.is_paid:
+            self._paid_seconds = self._draft_seconds - before
+            self._paid_name = call.name
 
     def _choose(
         self,
@@ -234,14 +234,12 @@ class Speculator:
         num_steps = 0
         for (idx, _), draft, beta in zip(asked, proposals, betas, strict=True):
             row = rows[idx]
-            if row.request.verify in CHAIN_RULES and not is_chain(draft):
-                draft = first_chain(draft)
             draft = self._panel.known_guesses(draft)
             judged = self.beliefs.judge(name, row.seq_id, draft)
             answers[idx] = draft, judged
             if not judged.chances:
                 continue
-            num_steps = max(num_steps, len(draft.token_ids) if width == 1 else judged.depths[-1])
+            num_steps = max(num_steps, _depth(draft))
             teaches = row.request.verify == "replay" and row.request.params.temperature > 0
             proposed = _Proposed(name, judged, width, beta if teaches else 0.0)
             self._proposed.setdefault(row.seq_id, []).append(proposed)
@@ -271,12 +269,14 @@ class Speculator:
             costs.observe(
                 facts.num_tokens, facts.num_logits, facts.attended, learned.forward_seconds
             )
-        num_emitted = 0
+        num_emitted = num_paid = 0
         for outcome in learned.outcomes:
             if outcome.num_computed == len(outcome.token_ids):
                 continue  # a chunk that did not sample
             emitted = outcome.token_ids[-1 - outcome.num_accepted :]
             num_emitted += len(emitted)
+            if outcome.drafter == self._paid_name:
+                num_paid += outcome.num_accepted
             for name, judged, width, beta in self._proposed.get(outcome.seq_id, ()):
                 right = self.beliefs.settle(name, outcome.seq_id, judged, width, emitted)
                 if beta and right is not None:
@@ -284,10 +284,20 @@ class Speculator:
         costs.observe_choosing(num_emitted, learned.verify_seconds)
         self._panel.observe(learned.outcomes)
         self._ended = self._clock()
-        self._controller.close(self._ended - self._started, self._trial_seconds)
+        self._controller.close(self._ended - self._started, self._paid_seconds, num_paid)
 
     def forget(self, seq_ids: Seq[int]) -> None:
         """These sequences ended or were preempted."""
         for seq_id in seq_ids:
             self.beliefs.forget(seq_id)
         self._panel.forget(seq_ids)
+
+
+def _depth(draft: Draft) -> int:
+    """Levels of guesses."""
+    if is_chain(draft):
+        return len(draft.token_ids)
+    depths: list[int] = []
+    for parent in draft.parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return max(depths)

@@ -31,19 +31,34 @@ _DEPTHS: Final = 7
 _DEPTH_BIN: Final = (0, 0, 1, 2, 3, 4, 4, 5, 5, 5, 5, *(6,) * 54)
 _PER_KIND: Final = _HABITS * _DEPTHS
 _LEAN: Final = 6.0  # outcomes that the wider count is worth in a cell
-_PRIOR: Final = 4.0
 _FULL: Final = 512.0  # halve a cell's counts here: what was long ago matters less
 _STALE: Final = 256  # outcomes after which all cells look again at the wider counts
 
 
 def _edges() -> tuple[int, ...]:
     """64 steps of a score -> bin: finer at both ends, where odds change fastest."""
-    bounds: tuple[float, ...] = (0.016, 0.03, 0.06, 0.1, 0.16, 0.22, 0.28, 0.34, 0.4, 0.46)
+    bounds: tuple[float, ...] = (0.015, 0.03, 0.06, 0.1, 0.16, 0.22, 0.28, 0.34, 0.4, 0.46)
     bounds += (0.52, 0.58, 0.64, 0.7, 0.76, 0.82, 0.88, 0.93, 0.97)
     return tuple(sum(1 for bound in bounds if at / 64 >= bound) for at in range(65))
 
 
 _BIN_OF: Final = _edges()
+
+
+def _prior(kind: int) -> tuple[float, float]:
+    """(chance, worth in outcomes) where nothing was seen: what the drafter itself says.
+
+    Marginal chances begin hopefully: a drafter that is never called is never known.
+    """
+    if kind >= MARGINAL:
+        return 0.8, 8.0
+    if kind >= _SCORE_BINS:
+        return 0.5, 4.0
+    steps = [at for at, found in enumerate(_BIN_OF) if found == kind]
+    return (steps[0] + steps[-1] + 1) / 130, 4.0
+
+
+_PRIORS: Final = tuple(_prior(kind) for kind in range(_KINDS))
 # By habit, then by 64 steps of a score: the first cell of its kind.
 _OFFSETS: Final = tuple(
     tuple(_BIN_OF[at] * _PER_KIND + habit * _DEPTHS for at in range(65)) for habit in range(_HABITS)
@@ -89,9 +104,7 @@ class Judged(NamedTuple):
 class Survival:
     """One drafter's cells. chance() of a cell; learn() an outcome."""
 
-    def __init__(self, first: float = 0.5) -> None:
-        """first: the chance that is assumed where nothing was seen"""
-        self._first = first
+    def __init__(self) -> None:
         self._right = [0.0] * (_KINDS * _PER_KIND)
         self._tried = [0.0] * (_KINDS * _PER_KIND)
         self._right_of_kind = [0.0] * _KINDS
@@ -111,7 +124,10 @@ class Survival:
         return cached if cached >= 0 else self._refresh(cell)
 
     def judge(self, draft: Draft, habit: int, hopeless: float) -> Judged:
-        """A chain's guesses until one is as good as hopeless, and all guesses of a tree."""
+        """A chain's guesses until one is as good as hopeless, and all guesses of a tree.
+
+        The first one always: what becomes of it tells whether it still is.
+        """
         if not is_chain(draft):
             return self._judge_tree(draft, habit)
         chances, cells, cached = list[float](), list[int](), self._cached
@@ -124,7 +140,7 @@ class Survival:
             cell = offset + _DEPTH_BIN[idx + 1]
             chance = cached[cell]
             alive *= chance if chance >= 0 else self._refresh(cell)
-            if alive < hopeless:
+            if alive < hopeless and idx:
                 break
             chances.append(alive)
             cells.append(cell)
@@ -161,6 +177,10 @@ class Survival:
             out.append(alive)
         return out
 
+    def num_of_shape(self, shape: int) -> float:
+        """Outcomes, lately, of drafts of this shape."""
+        return self._tried_of_kind[MARGINAL + shape]
+
     def learn(self, cell: int, right: bool) -> None:
         kind = cell // _PER_KIND
         self._tried[cell] += 1.0
@@ -183,14 +203,8 @@ class Survival:
 
     def _refresh(self, cell: int) -> float:
         kind = cell // _PER_KIND
-        first = self._first if kind >= _SCORE_BINS else _middle(kind)
-        wide = (self._right_of_kind[kind] + _PRIOR * first) / (self._tried_of_kind[kind] + _PRIOR)
+        first, weight = _PRIORS[kind]
+        wide = (self._right_of_kind[kind] + weight * first) / (self._tried_of_kind[kind] + weight)
         chance = (self._right[cell] + _LEAN * wide) / (self._tried[cell] + _LEAN)
         self._cached[cell] = chance
         return chance
-
-
-def _middle(score_bin: int) -> float:
-    """What a drafter itself means by a score in this bin."""
-    steps: Seq[int] = [at for at, found in enumerate(_BIN_OF) if found == score_bin]
-    return (steps[0] + steps[-1] + 1) / 130 if steps else 0.5
