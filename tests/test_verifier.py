@@ -11,25 +11,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 from torch import Tensor
 
 from specserve.drafting import NO_DRAFT, Draft, chain
 from specserve.noise import Noise, Purpose, uniform
 from specserve.sampler import RowError, choose, process_logits
-from specserve.types import Request
-from specserve.verifier import (
-    Verdict,
-    node_rows,
-    recover,
-    verify,
-    verify_rejection,
-    verify_replay,
-)
+from specserve.types import LOSSY_RULES, Request, VerifyRule
+from specserve.verifier import RULES, Verdict, node_rows, verify, verify_replay
 from tests.logit_rows import a_sampling_request, random_logits
 
 V = 12
 PROMPT = (1, 2, 3)
+
+every_rule = pytest.mark.parametrize("rule", RULES)
+every_test = pytest.mark.parametrize("rule", ["block", "rejection"])
 
 
 def toy_logits(context: tuple[int, ...]) -> Tensor:
@@ -110,12 +105,13 @@ def test_of_twin_children_the_first_is_taken_and_its_own_children_follow() -> No
     assert verify_replay([5, 6, 0, 7], twins).path == (0, 2)
 
 
-def test_an_id_that_is_no_token_is_never_accepted() -> None:
+@every_rule
+def test_an_id_that_is_no_token_is_never_accepted(rule: VerifyRule) -> None:
     for guess in (-1, V, 10**9):
-        for verify_rule in ("replay", "rejection"):
-            request = a_sampling_request(PROMPT, verify=verify_rule)
-            draft = chain([guess])
-            verdict = verify(request, PROMPT, draft, random_logits(2, V), vocab_size=V)
+        request = a_sampling_request(PROMPT, verify=rule)
+        for draft in (chain([guess]), Draft(token_ids=(guess, 0, guess), parents=(-1, 0, -1))):
+            logits = random_logits(1 + len(draft.token_ids), V)
+            verdict = verify(request, PROMPT, draft, logits, vocab_size=V)
             assert verdict.path == ()
             assert 0 <= verdict.token_ids[0] < V
 
@@ -200,31 +196,40 @@ def test_end_ids_in_a_draft_are_refused_until_min_tokens() -> None:
     assert tokens[6:] == [4] * 6
 
 
-# --- rejection -----------------------------------------------------------------------------------
+# --- rules that accept by a test -----------------------------------------------------------------
 
 
+@every_rule
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-@pytest.mark.parametrize("seed", range(8))
-def test_without_guesses_rejection_is_replay(params: dict[str, Any], seed: int) -> None:
-    rejection = a_sampling_request(PROMPT, seed=seed, verify="rejection", **params)
+@pytest.mark.parametrize("seed", range(4))
+def test_without_guesses_every_rule_is_replay(
+    params: dict[str, Any], seed: int, rule: VerifyRule
+) -> None:
+    asked = a_sampling_request(PROMPT, seed=seed, verify=rule, **params)
     replay = a_sampling_request(PROMPT, seed=seed, verify="replay", **params)
-    assert decode(rejection, 12) == decode(replay, 12)
+    assert decode(asked, 12) == decode(replay, 12)
 
 
-def test_greedy_rejection_gives_the_greedy_text() -> None:
+@every_rule
+@settings(max_examples=10, deadline=None)
+@given(drafts=st.lists(trees(), min_size=20, max_size=20))
+def test_greedy_text_is_the_same_by_every_rule(rule: VerifyRule, drafts: list[Draft]) -> None:
     for params in (PARAMS[0], PARAMS[3], PARAMS[5]):
-        request = a_sampling_request(PROMPT, verify="rejection", **params)
+        request = a_sampling_request(PROMPT, verify=rule, **params)
         truth = decode(a_sampling_request(PROMPT, **params), 20)
         half_right = {n: chain([*truth[n - 3 :][:1], 0, 1]) for n in range(3, 40)}
         assert decode(request, 20, at_length(half_right)) == truth
+        steps = iter(drafts)
+        assert decode(request, 20, lambda history, steps=steps: next(steps)) == truth
 
 
-def test_a_guess_is_accepted_exactly_when_u_is_below_p_over_q() -> None:
+@every_test
+def test_a_guess_is_accepted_exactly_when_u_is_below_p_over_q(rule: VerifyRule) -> None:
     logits = random_logits(2, V, spread=1.0)
     q = random_logits(1, V, seed=1, spread=1.0).softmax(-1)
     num_accepted = 0
     for seed in range(300):
-        request = a_sampling_request(PROMPT, seed=seed, verify="rejection")
+        request = a_sampling_request(PROMPT, seed=seed, verify=rule)
         guess = seed % V
         verdict = verify(request, PROMPT, chain([guess], probs=q), logits, vocab_size=V)
         p = process_logits(logits, node_rows(request, PROMPT, NO_DRAFT), vocab_size=V)[0].softmax(0)
@@ -236,39 +241,56 @@ def test_a_guess_is_accepted_exactly_when_u_is_below_p_over_q() -> None:
     assert 100 < num_accepted < 300
 
 
-def test_a_recovered_token_is_never_one_that_the_draft_overrates() -> None:
+@every_test
+def test_a_recovered_token_is_never_one_that_the_draft_overrates(rule: VerifyRule) -> None:
     logits = torch.zeros(2, 4)
     q = torch.tensor([[0.5, 0.5, 0.0, 0.0]])
     recovered = set()
     for seed in range(200):
-        request = a_sampling_request(PROMPT, seed=seed, verify="rejection")
+        request = a_sampling_request(PROMPT, seed=seed, verify=rule)
         verdict = verify(request, PROMPT, chain([seed % 2], probs=q), logits, vocab_size=4)
         if not verdict.path:
             recovered.add(verdict.token_ids[0])
     assert recovered == {2, 3}
 
 
-@pytest.mark.parametrize("excess", [0.0, 1e-10])
-def test_where_nothing_but_rounding_is_left_the_recovered_token_comes_from_p(
-    excess: float,
-) -> None:
-    p = np.array([0.5, 0.25, 0.125, 0.125])
-    q = p * (1 + np.array([excess, excess, 0.0, -excess]))
-    noise = Noise()
-    draws = [recover(np.log(p), q, seed=seed, position=3, noise=noise) for seed in range(4000)]
-    assert stats.chisquare(np.bincount(draws, minlength=4), p * 4000).pvalue > 0.001
+@every_test
+def test_a_branch_is_taken_when_the_one_before_it_fails(rule: VerifyRule) -> None:
+    """The target cannot say 0; its children must not matter, and 1 is all that is left."""
+    logits = torch.full((4, 3), -math.inf)
+    logits[:, 1] = 0.0
+    tree = Draft(token_ids=(0, 1, 1), parents=(-1, 0, -1))
+    for seed in range(20):
+        request = a_sampling_request(PROMPT, seed=seed, verify=rule)
+        verdict = verify(request, PROMPT, tree, logits, vocab_size=3)
+        assert verdict == Verdict(token_ids=(1, 1), path=(2,))
 
 
-def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
+def test_typical_accepts_what_is_likely_enough_whatever_the_noise() -> None:
+    logits = torch.tensor([[0.7, 0.2, 0.05, 0.05]] * 3).log()
+    for seed in range(20):
+        request = a_sampling_request(PROMPT, seed=seed, verify="typical")
+        verdict = verify(request, PROMPT, chain([1, 2]), logits, vocab_size=4)
+        assert verdict.path == (0,)
+        assert verdict.token_ids[0] == 1
+
+
+def test_typical_is_the_only_rule_called_lossy() -> None:
+    assert {rule for rule in RULES if rule in LOSSY_RULES} == {"typical"}
+
+
+@every_test
+def test_a_draft_equal_to_the_target_is_always_accepted(rule: VerifyRule) -> None:
     logits = random_logits(2, V)
     for seed in range(200):
-        request = a_sampling_request(PROMPT, seed=seed, verify="rejection", temperature=0.7)
+        request = a_sampling_request(PROMPT, seed=seed, verify=rule, temperature=0.7)
         rows = node_rows(request, PROMPT, NO_DRAFT)
         q = process_logits(logits[:1], rows, vocab_size=V).softmax(-1)
         draft = chain([seed % V], probs=q)
         assert verify(request, PROMPT, draft, logits, vocab_size=V).path == (0,)
 
 
+@every_test
 @pytest.mark.parametrize(
     "q",
     [
@@ -279,42 +301,48 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
         pytest.param(None, id="none given"),
     ],
 )
-def test_probabilities_that_cannot_be_true_make_the_guess_one_hot(q: list[float] | None) -> None:
+def test_probabilities_that_cannot_be_true_make_the_guess_one_hot(
+    q: list[float] | None, rule: VerifyRule
+) -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 0.5]] * 2)
     probs = None if q is None else torch.tensor([q])
     for seed in range(50):
-        request = a_sampling_request(PROMPT, seed=seed, verify="rejection")
+        request = a_sampling_request(PROMPT, seed=seed, verify=rule)
         verdict = verify(request, PROMPT, chain([0], probs=probs), logits, vocab_size=4)
         plain = verify(request, PROMPT, chain([0]), logits, vocab_size=4)
         assert verdict == plain
         assert (verdict.token_ids[0] == 0) is (verdict.path == (0,))
 
 
+@every_test
 @pytest.mark.parametrize("width", [V - 4, V + 4])
-def test_a_draft_vocabulary_may_be_smaller_or_padded(width: int) -> None:
+def test_a_draft_vocabulary_may_be_smaller_or_padded(width: int, rule: VerifyRule) -> None:
     logits = random_logits(2, V)
     q = torch.full((1, width), 1.0 / width)
     for seed in range(50):
-        request = a_sampling_request(PROMPT, seed=seed, verify="rejection")
+        request = a_sampling_request(PROMPT, seed=seed, verify=rule)
         verdict = verify(request, PROMPT, chain([seed % V], probs=q), logits, vocab_size=V)
         assert all(0 <= token < V for token in verdict.token_ids)
 
 
-def test_a_tree_is_refused_by_rejection_with_the_way_out() -> None:
-    request = a_sampling_request(PROMPT, verify="rejection")
-    with pytest.raises(RowError, match="use verify 'replay'"):
-        verify_rejection(request, PROMPT, TREE, random_logits(7, V), vocab_size=V)
-
-
-def test_a_row_behind_a_guess_may_be_useless_and_the_first_may_not() -> None:
+@every_rule
+def test_a_row_behind_a_guess_may_be_useless_and_the_first_may_not(rule: VerifyRule) -> None:
     logits = torch.tensor([[0.0, 50.0], [math.nan, math.nan]])
-    for rule in ("replay", "rejection"):
-        request = a_sampling_request(PROMPT, verify=rule, temperature=0.0)
-        for guess in (0, 1):
-            verdict = verify(request, PROMPT, chain([guess]), logits, vocab_size=2)
-            assert verdict == Verdict(token_ids=(1,), path=())
-        with pytest.raises(RowError, match="damaged"):
-            verify(request, PROMPT, chain([1]), logits.flip(0), vocab_size=2)
+    request = a_sampling_request(PROMPT, verify=rule, temperature=0.0)
+    for guess in (0, 1):
+        verdict = verify(request, PROMPT, chain([guess]), logits, vocab_size=2)
+        assert verdict == Verdict(token_ids=(1,), path=())
+    with pytest.raises(RowError, match="damaged"):
+        verify(request, PROMPT, chain([1]), logits.flip(0), vocab_size=2)
+
+
+@every_test
+def test_a_useless_row_makes_a_leaf_of_its_guess(rule: VerifyRule) -> None:
+    """Its children cannot be tested; the guess itself is emitted as the step's last token."""
+    logits = torch.tensor([[0.0, 50.0], [0.0, 50.0], [math.nan, 0.0], [0.0, 50.0]])
+    request = a_sampling_request(PROMPT, verify=rule)
+    verdict = verify(request, PROMPT, chain([1, 1, 1]), logits, vocab_size=2)
+    assert verdict == Verdict(token_ids=(1, 1), path=(0,))
 
 
 def test_accept_noise_is_a_stream_of_its_own() -> None:

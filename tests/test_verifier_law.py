@@ -1,14 +1,18 @@
 """Speculation never bends the law: emitted tokens against the target distribution, by chi-square.
 
-The toy target is a Markov chain over 5 tokens; a window of K = 3 guesses, then whatever the
-verifier emits, step after step through whole sequences, so noise is reused across steps exactly as
-in the engine. Tested is the law of a token given the two before it: 25 contexts, which a bend of
-one token, or a dependence between neighbours, both change. Seeds are fixed: no test here is random.
+The toy target is a Markov chain over 5 tokens; the draft is often wrong, far away, of a smaller
+vocabulary, certain, or drawn to padding, depending on the last token. Whole sequences are decoded,
+step after step as in the engine, so noise that is met again in a later step is met here, too.
+Tested is every token given all before it, grouped by the two before it: 25 contexts, which a bend
+of one token, or a dependence between neighbours, both change. Seeds are fixed: nothing is random.
+Below the laws stand the mistakes that this check must catch, each by the same function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -16,192 +20,389 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch import Tensor
 
-from specserve.drafting import Draft, chain
-from specserve.noise import F64, Noise, Purpose, race
+from specserve.drafting import Draft
+from specserve.noise import F64, Noise, Purpose, at_node, gumbel
 from specserve.sampler import choose, draft_choice, process_logits
 from specserve.sampler.rows import LogitsRow
-from specserve.types import Request
-from specserve.verifier import accept_chain, verify
+from specserve.types import Request, VerifyRule
+from specserve.verifier import verify
 from tests.logit_rows import a_sampling_request
 
-V, K = 5, 3
+V, W = 5, 7  # the draft's vocabulary has two padding ids
 SEQUENCE_LEN = 66  # 64 tokens with two before them
+CHAIN, TREE = (-1, 0, 1), (-1, -1, 0, 0, 1, 3)
 generator = torch.Generator().manual_seed(7)
 TARGET = torch.randn(V, V, generator=generator)  # [previous token, V] logits
-DRAFT = TARGET + torch.randn(V, V, generator=generator)  # a draft that is often wrong
+NOISY = TARGET + torch.randn(V, V, generator=generator)  # a draft that is often wrong
 
 
-def p_value(sequences: list[list[int]], law: F64) -> float:
-    """Of the observed tokens given the two before them; law [V, V] is p(token | previous)."""
-    counts = np.zeros((V, V, V))
-    for tokens in sequences:
-        np.add.at(counts, (tokens[:-2], tokens[1:-1], tokens[2:]), 1)
-    expected = counts.sum(axis=2, keepdims=True) * law[None]
-    possible = expected > 0
-    assert not counts[~possible].any()
-    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
-    freedom = possible.sum() - (counts.sum(axis=2) > 0).sum()
-    return float(stats.chi2.sf(statistic, freedom))
+@dataclass(frozen=True)
+class World:
+    """target: [V, V] logits, draft: [V, W] float64 laws, both after each token."""
+
+    target: Tensor
+    draft: F64
+    params: Seq[dict[str, Any]]
 
 
-def law_of(**params: Any) -> F64:
-    """[V, V] float64: the target's processed distribution after each token."""
-    rows = [LogitsRow(a_sampling_request((0,), **params), (0,))] * V
-    return process_logits(TARGET.double(), rows, vocab_size=V).softmax(-1).numpy()
-
-
-# --- the acceptance test and the residual draw, at full length ------------------------------------
-
-Guesser = Callable[[int, int, int], tuple[list[int], list[F64]]]
-
-
-def sampled_guesses(purpose: Purpose) -> Guesser:
-    """Guesses drawn from the draft's chain with the noise of `purpose`, or one-hot after token 4.
-
-    (seed, position, last token) -> (K token ids, K distributions)
-    """
-    noise, q = Noise(), DRAFT.double().softmax(-1).numpy()
-    q[4] = np.eye(V)[2]  # a context in which the drafter always says 2
-
-    def guess(seed: int, position: int, last: int) -> tuple[list[int], list[F64]]:
-        tokens, laws = [], []
-        for idx in range(K):
-            laws.append(q[last])
-            with np.errstate(divide="ignore"):
-                weights = np.log(q[last])
-            last = race(weights, seed=seed, position=position + idx, purpose=purpose, noise=noise)
-            tokens.append(last)
-        return tokens, laws
-
-    return guess
-
-
-def precomputed_guesses() -> Guesser:
-    """The same, ten times faster: drawn from another generator, 2^16 windows per context."""
-    rng = np.random.default_rng(1)
-    q = DRAFT.double().softmax(-1).numpy()
-    q[4] = np.eye(V)[2]
-    steps = [np.repeat(np.arange(V), 2**16)]
-    for _ in range(K):
-        below = np.cumsum(q, axis=1)[steps[-1]] < rng.random((len(steps[-1]), 1))
-        steps.append(np.minimum(below.sum(axis=1), V - 1))
-    windows: list[Iterator[list[int]]] = [
-        iter(np.stack(steps[1:], axis=1)[last * 2**16 : (last + 1) * 2**16].tolist())
-        for last in range(V)
+def varied() -> World:
+    q = np.zeros((V, W))
+    q[:, :V] = NOISY.double().softmax(-1).numpy()
+    q[1, :V] = (-2 * TARGET[1]).double().softmax(-1).numpy()  # far from the target
+    q[2, [1, 4]] = 0  # a smaller vocabulary
+    q[3] = np.eye(W)[2]  # certain
+    q[4, V:] = 0.3  # padding
+    params: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.6, "top_k": 4},
+        {"temperature": 1.5, "top_p": 0.8, "min_p": 0.1},
+        {"presence_penalty": 0.7, "repetition_penalty": 1.3, "logit_bias": {1: 0.5}},
     ]
+    return World(TARGET, q / q.sum(axis=1, keepdims=True), params)
 
-    def guess(seed: int, position: int, last: int) -> tuple[list[int], list[F64]]:
-        tokens = next(windows[last])
-        return tokens, [q[previous] for previous in [last, *tokens[:-1]]]
+
+def always(p: list[float], q: list[float]) -> World:
+    """The same laws after every token: where a subtle mistake shows most."""
+    target = torch.full((V, V), -torch.inf)
+    target[:, : len(p)] = torch.tensor(p).log()
+    return World(target, np.tile(q + [0.0] * (W - len(q)), (V, 1)), [{}])
+
+
+VARIED = varied()
+
+Guesser = Callable[[Request, list[int]], Draft]
+
+
+class Law:
+    """[V] float64 law of the token after a history; depends on what was seen, not how often."""
+
+    def __init__(self, request: Request, target: Tensor) -> None:
+        self._request = request
+        self._target = target
+        self._known: dict[tuple[int, frozenset[int]], F64] = {}
+
+    def __call__(self, history: list[int]) -> F64:
+        key = history[-1], frozenset(history[1:])
+        if key not in self._known:
+            row = LogitsRow(self._request, history)
+            weights = process_logits(self._target[history[-1]].double()[None], [row], vocab_size=V)
+            self._known[key] = weights[0].softmax(-1).numpy()
+        return self._known[key]
+
+
+class Check:
+    """Chi-square of sum(observed - law) in every context, with the covariance that the laws give.
+
+    Valid for laws that depend on the past: each token's surprise has mean 0 given what came before.
+    """
+
+    def __init__(self) -> None:
+        self._surprise = np.zeros((V, V, V))
+        self._covariance = np.zeros((V, V, V, V))
+
+    def add(self, tokens: list[int], law: Law) -> None:
+        for at in range(2, len(tokens)):
+            p = law(tokens[:at])
+            assert p[tokens[at]] > 0
+            before = tokens[at - 2], tokens[at - 1]
+            self._surprise[before] -= p
+            self._surprise[before][tokens[at]] += 1
+            self._covariance[before] += np.diag(p) - np.outer(p, p)
+
+    def p_value(self) -> float:
+        statistic, freedom = 0.0, 0
+        for before in np.ndindex(V, V):
+            covariance, surprise = self._covariance[before], self._surprise[before]
+            statistic += surprise @ np.linalg.pinv(covariance, hermitian=True) @ surprise
+            freedom += int(np.linalg.matrix_rank(covariance, hermitian=True))
+        return float(stats.chi2.sf(statistic, freedom))
+
+
+def decode(request: Request, guess: Guesser, num_tokens: int, target: Tensor = TARGET) -> list[int]:
+    history, noise = [0], Noise()
+    while len(history) < num_tokens:
+        draft = guess(request, history)
+        # A padding id is fed to the target as some token: what it says there never matters.
+        fed = [token if token < V else 0 for token in draft.token_ids]
+        logits = target[[history[-1], *fed]]
+        history += verify(request, history, draft, logits, vocab_size=V, noise=noise).token_ids
+    return history[:num_tokens]
+
+
+def p_value_of(rule: VerifyRule, guess: Guesser, num_draws: int, world: World = VARIED) -> float:
+    """All sampling parameters in turn, each with its own law, in one test of num_draws tokens."""
+    check = Check()
+    for at, params in enumerate(world.params):
+        law = Law(a_sampling_request((0,), **params), world.target)
+        for idx in range(num_draws // (SEQUENCE_LEN - 2) // len(world.params)):
+            request = a_sampling_request((0,), seed=idx + (at << 32), verify=rule, **params)
+            check.add(decode(request, guess, SEQUENCE_LEN, world.target), law)
+    return check.p_value()
+
+
+# --- guessers ------------------------------------------------------------------------------------
+
+Draw = Callable[[Request, list[int], int, int, F64], list[int]]  # F64: [W] probabilities
+
+
+def drawn(shape: tuple[int, ...], draw: Draw, world: World = VARIED) -> Guesser:
+    """A draft of this shape; draw(request, history, place, num, q) draws num siblings from q.
+
+    place: of the row that they follow, 0 for the last known token and i + 1 for guess i
+    """
+    probs = torch.from_numpy(world.draft.astype(np.float32))
+
+    def guess(request: Request, history: list[int]) -> Draft:
+        tokens, contexts = [-1] * len(shape), [0] * len(shape)
+        for parent in sorted(set(shape)):
+            siblings = [idx for idx, other in enumerate(shape) if other == parent]
+            context = history[-1] if parent < 0 else tokens[parent]
+            context = context if context < V else 0  # behind padding nothing matters
+            chosen = draw(request, history, parent + 1, len(siblings), world.draft[context])
+            for idx, token in zip(siblings, chosen, strict=True):
+                tokens[idx], contexts[idx] = token, context
+        return Draft(token_ids=tuple(tokens), parents=shape, probs=probs[contexts])
 
     return guess
 
 
-def decode_by_rejection(num_tokens: int, guess: Guesser) -> list[list[int]]:
-    """Sequences of num_tokens draws in all, by the production acceptance and residual."""
-    log_p = TARGET.double().log_softmax(-1).numpy()
-    noise, sequences = Noise(), []
-    for seed in range(num_tokens // (SEQUENCE_LEN - 2)):
-        tokens = [0]
-        while len(tokens) < SEQUENCE_LEN:
-            guesses, laws = guess(seed, len(tokens), tokens[-1])
-            contexts = [tokens[-1], *guesses[:-1]]
-            num_accepted, last = accept_chain(
-                guesses,
-                [(log_p[c], q) for c, q in zip(contexts, laws, strict=True)],
-                seed=seed,
-                position=len(tokens),
-                noise=noise,
-            )
-            tokens += guesses[:num_accepted]
-            if last is None:
-                last = race(
-                    log_p[tokens[-1]],
-                    seed=seed,
-                    position=len(tokens),
-                    purpose=Purpose.TARGET,
-                    noise=noise,
-                )
-            tokens.append(last)
-        sequences.append(tokens[:SEQUENCE_LEN])
-    return sequences
+def top(q: F64, noise: F64, num: int) -> list[int]:
+    """Gumbel-top-k: an ordered draw without replacement."""
+    with np.errstate(divide="ignore"):
+        scores = np.log(q) + noise
+    tokens: list[int] = np.argsort(-scores, kind="stable")[:num].tolist()
+    return tokens
 
 
-def test_2_to_the_18_draws_of_the_rejection_verifier_follow_the_target() -> None:
-    sequences = decode_by_rejection(2**18, precomputed_guesses())
-    assert p_value(sequences, law_of()) > 0.001
+def honestly(request: Request, history: list[int], place: int, num: int, q: F64) -> list[int]:
+    """As drafters must: DRAFT noise of this step and place."""
+    position = at_node(len(history), place)
+    return top(q, gumbel(request.seed, position, Purpose.DRAFT, W), num)
 
 
-@pytest.mark.slow
-def test_2_to_the_20_draws_of_the_rejection_verifier_follow_the_target() -> None:
-    sequences = decode_by_rejection(2**20, sampled_guesses(Purpose.DRAFT))
-    assert p_value(sequences, law_of()) > 0.001
+def from_elsewhere() -> Draw:
+    """The same draws by another generator: many times faster, and independent of all our noise."""
+    rng, ready = np.random.default_rng(1), dict[tuple[bytes, int], Iterator[list[int]]]()
+
+    def stream(q: F64, num: int) -> Iterator[list[int]]:
+        with np.errstate(divide="ignore"):
+            log_q = np.log(q)
+        while True:
+            scores = log_q + rng.gumbel(size=(4096, W))
+            yield from np.argsort(-scores, axis=1, kind="stable")[:, :num].tolist()
+
+    def draw(request: Request, history: list[int], place: int, num: int, q: F64) -> list[int]:
+        return next(ready.setdefault((q.tobytes(), num), stream(q, num)))
+
+    return draw
 
 
-def test_guesses_of_the_draft_stream_are_independent_of_the_test_that_accepts_them() -> None:
-    sequences = decode_by_rejection(2**14, sampled_guesses(Purpose.DRAFT))
-    assert p_value(sequences, law_of()) > 0.001
+def given(shape: tuple[int, ...]) -> Guesser:
+    def guess(request: Request, history: list[int]) -> Draft:
+        tokens = tuple((history[-1] + 2 * idx) % V for idx in range(len(shape)))
+        return Draft(token_ids=tokens, parents=shape)
+
+    return guess
+
+
+def in_turn(*guessers: Guesser) -> Guesser:
+    """Which one guesses depends on the position alone."""
+    return lambda request, history: guessers[len(history) % len(guessers)](request, history)
+
+
+def mixed(shape: tuple[int, ...], draw: Draw) -> Guesser:
+    return in_turn(drawn(shape, draw), given(shape), drawn(shape, draw))
+
+
+SHAPES = {"chains": CHAIN, "trees": TREE}
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+every_rule = pytest.mark.parametrize("rule", ["block", "rejection"])
+
+
+@every_rule
+@every_shape
+def test_2_to_the_16_emitted_tokens_follow_the_target(
+    rule: VerifyRule, shape: tuple[int, ...]
+) -> None:
+    assert p_value_of(rule, mixed(shape, from_elsewhere()), 2**16) > 0.001
+
+
+@every_rule
+@every_shape
+@pytest.mark.parametrize(
+    "num_draws", [2**13, pytest.param(2**20, marks=pytest.mark.slow)], ids=["2^13", "2^20"]
+)
+def test_guesses_of_the_draft_stream_are_independent_of_what_verifies_them(
+    rule: VerifyRule, shape: tuple[int, ...], num_draws: int
+) -> None:
+    assert p_value_of(rule, mixed(shape, honestly), num_draws) > 0.001
+
+
+def test_the_draft_models_own_proposals_follow_the_target() -> None:
+    """Through draft_choice, sharpened, with the request's own sampling parameters."""
+
+    def guess(request: Request, history: list[int]) -> Draft:
+        tokens: list[int] = []
+        probs = []
+        for _ in CHAIN:
+            row = LogitsRow(request, history, tuple(tokens))
+            logits = NOISY[[*history, *tokens][-1]][None]
+            (proposal,) = draft_choice(logits, [row], [Purpose.DRAFT], vocab_size=V, sharpness=1.5)
+            assert proposal is not None
+            assert proposal.probs is not None
+            tokens.append(proposal.token_id)
+            probs.append(proposal.probs)
+        return Draft(token_ids=tuple(tokens), parents=CHAIN, probs=torch.stack(probs))
+
+    for rule in ("block", "rejection"):
+        assert p_value_of(rule, guess, 2**12) > 0.001
+
+
+# --- mistakes that the check must catch ----------------------------------------------------------
+
+
+def by_accept_noise(
+    request: Request, history: list[int], place: int, num: int, q: F64
+) -> list[int]:
+    """The uniform of the coin chooses the guess."""
+    u = Noise().accept_uniform(request.seed, at_node(len(history), place))
+    return [int(np.searchsorted(np.cumsum(q), u))]
+
+
+def by_residual_noise(
+    request: Request, history: list[int], place: int, num: int, q: F64
+) -> list[int]:
+    position = len(history) + place
+    return top(q, gumbel(request.seed, position, Purpose.RESIDUAL, W), num)
+
+
+def by_noise_of_the_position(
+    request: Request, history: list[int], place: int, num: int, q: F64
+) -> list[int]:
+    """A later step draws its guess for a position with noise that block has looked at."""
+    return top(q, gumbel(request.seed, len(history) + place, Purpose.DRAFT, W), num)
+
+
+def without_unlikely(request: Request, history: list[int]) -> Draft:
+    """Pruned by the drawn token's own probability."""
+    draft = drawn(CHAIN, honestly)(request, history)
+    assert draft.probs is not None
+    likely = [float(draft.probs[idx, token]) > 0.25 for idx, token in enumerate(draft.token_ids)]
+    return leading_while(likely, draft)
+
+
+def without_padding(request: Request, history: list[int]) -> Draft:
+    draft = drawn(CHAIN, honestly)(request, history)
+    return leading_while([token < V for token in draft.token_ids], draft)
+
+
+def leading_while(kept: Seq[bool], draft: Draft) -> Draft:
+    count = [*kept, False].index(False)
+    assert draft.probs is not None
+    return Draft(
+        token_ids=draft.token_ids[:count], parents=draft.parents[:count], probs=draft.probs[:count]
+    )
+
+
+EVEN = always([0.5, 0.5], [0.8, 0.2])
+LEAN = always([0.4, 0.3, 0.3], [0.1, 0.45, 0.45])
+TWO_LEFT = always([0.2, 0.5, 0.3], [0.6, 0.3, 0.1])
 
 
 @pytest.mark.parametrize(
-    ("shared", "num_draws"), [(Purpose.ACCEPT, 2**12), (Purpose.RESIDUAL, 2**15)]
+    ("rule", "guess", "world", "num_draws"),
+    [
+        ("rejection", drawn(CHAIN, by_accept_noise), VARIED, 2**12),
+        ("block", drawn(CHAIN, by_accept_noise), VARIED, 2**12),
+        ("rejection", drawn(CHAIN, by_residual_noise, TWO_LEFT), TWO_LEFT, 2**14),
+        ("block", drawn(CHAIN, by_residual_noise, EVEN), EVEN, 2**13),
+        ("block", drawn(CHAIN, by_noise_of_the_position, EVEN), EVEN, 2**13),
+        ("rejection", without_unlikely, VARIED, 2**12),
+        ("block", without_unlikely, VARIED, 2**12),
+        ("rejection", without_padding, VARIED, 2**14),
+        ("block", without_padding, VARIED, 2**14),
+    ],
+    ids=[
+        "accept noise, rejection",
+        "accept noise, block",
+        "residual noise, rejection",
+        "residual noise, block",
+        "noise met twice, block",
+        "pruned by its value, rejection",
+        "pruned by its value, block",
+        "padding dropped, rejection",
+        "padding dropped, block",
+    ],
 )
-def test_the_check_catches_a_verifier_that_shares_noise_with_its_draft(
-    shared: Purpose, num_draws: int
+def test_a_guesser_that_breaks_the_promise_is_caught(
+    rule: VerifyRule, guess: Guesser, world: World, num_draws: int
 ) -> None:
-    sequences = decode_by_rejection(num_draws, sampled_guesses(shared))
-    assert p_value(sequences, law_of()) < 1e-6
+    assert p_value_of(rule, guess, num_draws, world) < 1e-6
 
 
-# --- the whole path: sampling parameters, draft proposals, verify ---------------------------------
-
-PARAMS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.6, "top_k": 4},
-    {"temperature": 1.5, "top_p": 0.8, "min_p": 0.1},
-]
-
-
-def one_hot_draft(request: Request, history: list[int]) -> Draft:
-    return chain([(history[-1] + step) % V for step in range(K)])
-
-
-def model_draft(request: Request, history: list[int]) -> Draft:
-    """K proposals of the draft chain, by the request's own rule."""
-    purpose = Purpose.TARGET if request.verify == "replay" else Purpose.DRAFT
-    tokens: list[int] = []
-    probs = []
-    for _ in range(K):
-        row = LogitsRow(request, history, tuple(tokens))
-        logits = DRAFT[[*history, *tokens][-1]][None]
-        (proposal,) = draft_choice(logits, [row], [purpose], vocab_size=V, sharpness=1.5)
-        assert proposal is not None
-        tokens.append(proposal.token_id)
-        probs.append(proposal.probs)
-    given = [q for q in probs if q is not None]
-    return chain(tokens, probs=torch.stack(given) if given else None)
-
-
-@pytest.mark.parametrize("rule", ["rejection", "replay"])
-@pytest.mark.parametrize("propose", [one_hot_draft, model_draft])
-@pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_whole_sequences_follow_the_processed_law(
-    params: dict[str, Any], propose: Callable[[Request, list[int]], Draft], rule: Any
+@every_rule
+def test_coins_that_siblings_share_are_caught(
+    rule: VerifyRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sequences = []
-    for seed in range(32):
-        request = a_sampling_request((0,), seed=seed, verify=rule, **params)
-        history = [0]
-        while len(history) < SEQUENCE_LEN:
-            draft = propose(request, history)
-            logits = TARGET[[history[-1], *draft.token_ids]]
-            history += verify(request, history, draft, logits, vocab_size=V).token_ids
-        sequences.append(history[:SEQUENCE_LEN])
-    assert p_value(sequences, law_of(**params)) > 0.001
+    guess = drawn(TREE, honestly, EVEN)
+    assert p_value_of(rule, guess, 2**13, EVEN) > 0.001
+    monkeypatch.setattr("specserve.verifier.at_node", lambda base, place: base)
+    assert p_value_of(rule, guess, 2**13, EVEN) < 1e-6
+
+
+def test_coins_that_block_meets_again_in_the_next_step_are_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guess = drawn(CHAIN, honestly, LEAN)
+    assert p_value_of("block", guess, 2**13, LEAN) > 0.001
+    monkeypatch.setattr("specserve.verifier.at_node", lambda base, place: base + place)
+    assert p_value_of("block", guess, 2**13, LEAN) < 1e-6
+
+
+def test_the_check_sees_a_lossy_rule() -> None:
+    assert p_value_of("typical", mixed(CHAIN, honestly), 2**12) < 1e-6
 
 
 # --- replay --------------------------------------------------------------------------------------
+
+
+def coupled_tree(request: Request, history: list[int]) -> Draft:
+    """Children are the best of log q + the very noise that the target will choose with."""
+    if request.verify != "replay":
+        raise AssertionError("coupled guesses are for replay")
+
+    def draw(request: Request, history: list[int], place: int, num: int, q: F64) -> list[int]:
+        position = len(history) + depths[place]
+        return top(q, gumbel(request.seed, position, Purpose.TARGET, W), num)
+
+    depths = [0]
+    for parent in TREE:
+        depths.append(depths[parent + 1] + 1)
+    return drawn(TREE, draw)(request, history)
+
+
+@pytest.mark.parametrize(
+    "num_draws", [2**16, pytest.param(2**20, marks=pytest.mark.slow)], ids=["2^16", "2^20"]
+)
+def test_coupled_trees_under_replay_follow_the_target(num_draws: int) -> None:
+    assert p_value_of("replay", coupled_tree, num_draws) > 0.001
+
+
+@pytest.mark.parametrize("params", VARIED.params, ids=str)
+@pytest.mark.parametrize(
+    "guess",
+    [coupled_tree, mixed(CHAIN, honestly), mixed(TREE, honestly)],
+    ids=["coupled", "chains", "trees"],
+)
+def test_replay_emits_the_same_tokens_with_and_without_guesses(
+    params: dict[str, Any], guess: Guesser
+) -> None:
+    for seed in range(24):
+        request = a_sampling_request((0,), seed=seed, **params)
+        plain = decode(request, given(()), SEQUENCE_LEN)
+        assert decode(request, guess, SEQUENCE_LEN) == plain
 
 
 @pytest.mark.parametrize(
@@ -218,7 +419,7 @@ def test_choices_by_common_noise_follow_the_target(num_draws: int) -> None:
     contexts = np.arange(num_draws) // 2 % V
     logits = TARGET[torch.from_numpy(contexts)]
     choices = np.array(choose(logits, rows, vocab_size=V))
-    law = law_of(temperature=0.8)
+    law = TARGET.double().div(0.8).softmax(-1).numpy()
     for context in range(V):
         counts = np.bincount(choices[contexts == context], minlength=V)
         assert stats.chisquare(counts, law[context] * counts.sum()).pvalue > 0.001
@@ -239,14 +440,14 @@ def test_coupled_proposals_are_accepted_at_least_as_often_as_the_bound_promises(
     rows = [LogitsRow(a_sampling_request((0,), seed=seed), (0,)) for seed in range(num_draws)]
     choices = choose(TARGET[:1].expand(num_draws, V), rows, vocab_size=V)
     proposals = draft_choice(
-        DRAFT[:1].expand(num_draws, V), rows, [Purpose.TARGET] * num_draws, vocab_size=V
+        NOISY[:1].expand(num_draws, V), rows, [Purpose.TARGET] * num_draws, vocab_size=V
     )
     num_accepted = sum(
         proposal is not None and proposal.token_id == choice
         for proposal, choice in zip(proposals, choices, strict=True)
     )
     p = TARGET[0].double().softmax(0).numpy()
-    q = DRAFT[0].double().softmax(0).numpy()
+    q = NOISY[0].double().softmax(0).numpy()
     ratios = np.maximum(p[None] / p[:, None], q[None] / q[:, None])  # [x, y]
     expected = float((1 / ratios.sum(axis=1)).sum())
     assert stats.binomtest(num_accepted, num_draws, expected).pvalue > 0.001
