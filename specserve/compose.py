@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,30 +14,28 @@ from specserve.config import EngineConfig
 from specserve.drafting import Drafter
 from specserve.engine import Engine
 from specserve.errors import ConfigError
+from specserve.loading import (
+    AnyDecoder,
+    LoadedModel,
+    Say,
+    check_backend,
+    choose_dtype,
+    load_model,
+    use_threads,
+)
 from specserve.measuring import measure_profile
 from specserve.memory import GIB, MemoryReport, growth_while, physical_memory, plan_memory
-from specserve.models.config import parse_model_config
-from specserve.models.decoder import Decoder
 from specserve.options import EngineOptions
 from specserve.runner import ModelRunner
 from specserve.speculation.costs import UNMEASURED
 from specserve.speculation.speculator import Speculator
-from specserve.tokenizer import Tokenizer, check_same_vocabulary
-from specserve.weights import load_weights, read_config, resolve_model
+from specserve.tokenizer import check_same_vocabulary
 from specserve_drafts import DRAFTERS, DrafterResources, parse_drafter_spec
-from specserve_drafts.head_files import Head, TargetParts
+from specserve_drafts.head_files import Head
 from specserve_drafts.heads import load_heads
-from specserve_kernels import make_backend
 from specserve_kernels.interface import PagedBatch
 from specserve_observability.metrics import Metrics
 from specserve_observability.recorder import Recorder
-
-DTYPES = {
-    "int8": torch.int8,
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
 
 MODEL_DRAFTERS = ("draft_model", "pard")  # whole language models with the target's tokenizer
 
@@ -53,37 +49,12 @@ LEAST = {
     "draft_tokens": 0,
 }
 
-Say = Callable[[str], None]
-
 
 class Built(msgspec.Struct, frozen=True):
     engine: Engine
     model_path: Path
     memory: MemoryReport
     drafter_names: tuple[str, ...]
-
-
-class LoadedModel(msgspec.Struct, frozen=True):
-    decoder: Decoder
-    tokenizer: Tokenizer
-    path: Path
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids that may be chosen: logits are often padded beyond the tokenizer's."""
-        return min(self.tokenizer.vocab_size, self.decoder.vocab_size)
-
-    @property
-    def parts(self) -> TargetParts:
-        """What drafters that read hidden states share with it."""
-        return TargetParts(
-            num_layers=self.decoder.config.num_layers,
-            hidden_size=self.decoder.config.hidden_size,
-            max_positions=self.decoder.max_position_embeddings,
-            embedding=self.decoder.embedding,
-            final_norm=self.decoder.final_norm,
-            dtype=self.decoder.dtype,
-        )
 
 
 def build_engine(
@@ -99,10 +70,9 @@ def build_engine(
     """
     check_options(options)
     use_threads(options.threads)
-    dtype = choose_dtype(options.dtype)
+    dtype = choose_dtype(options.dtype, options.backend)
     target = load_model(options.model, dtype, options.backend, say)
-    say(f"GEMM call sizes that agree bit for bit here: {_ranges(target.decoder.call_sizes)}")
-    drafts = load_draft_models(options, dtype, target, say)
+    drafts = load_draft_models(options, target, say)
     heads = load_heads(
         parse_drafter_spec(options.drafters), target.parts, vocab_size=target.vocab_size
     )
@@ -166,51 +136,11 @@ def check_options(options: EngineOptions) -> None:
     check_backend(options.backend)
 
 
-def check_backend(name: str) -> None:
-    """ConfigError where --backend names nothing that runs here."""
-    try:
-        make_backend(name)
-    except ValueError as error:
-        raise ConfigError(f"--backend: {error}") from error
-
-
-def use_threads(asked: int) -> None:
-    """As many tensor threads as --threads says."""
-    torch.set_num_threads(asked or usable_cores())
-
-
-def choose_dtype(asked: str) -> str:
-    """auto: bf16 where the CPU multiplies it natively, else fp32 (emulated bf16 costs per row)."""
-    if asked != "auto":
-        return asked
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call] # torch's own
-        return "fp32"
-    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
-
-
-def usable_cores() -> int:
-    """Cores this process may run on, which in a container are fewer than the machine has."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def load_model(name: str, dtype: str, backend: str, say: Say) -> LoadedModel:
-    path = resolve_model(name, say)
-    say(f"loading {name} from {path} as {dtype}")
-    decoder = Decoder(
-        parse_model_config(read_config(path)),
-        load_weights(path),
-        dtype=DTYPES[dtype],
-        backend=make_backend(backend),
-    )
-    return LoadedModel(decoder, Tokenizer.load(path), path)
-
-
 def load_draft_models(
-    options: EngineOptions, dtype: str, target: LoadedModel, say: Say
-) -> Mapping[str, Decoder]:
+    options: EngineOptions, target: LoadedModel, say: Say
+) -> Mapping[str, AnyDecoder]:
     """Decoders of drafters that are models, by path; same tokenizer checked id for id."""
+    dtype = choose_dtype(options.draft_dtype, options.backend)
     loaded = {}
     for name, argument in parse_drafter_spec(options.drafters):
         if name not in MODEL_DRAFTERS:
@@ -226,7 +156,7 @@ def _make_drafters(
     options: EngineOptions,
     config: EngineConfig,
     target: LoadedModel,
-    drafts: Mapping[str, Decoder],
+    drafts: Mapping[str, AnyDecoder],
     heads: Mapping[str, Head],
 ) -> dict[str, Drafter]:
     drafters: dict[str, Drafter] = {}
@@ -285,7 +215,7 @@ def _make_speculator(
 def _plan_blocks(
     options: EngineOptions,
     target: LoadedModel,
-    drafts: Mapping[str, Decoder],
+    drafts: Mapping[str, AnyDecoder],
     heads: Mapping[str, Head],
 ) -> MemoryReport:
     models = [target.decoder, *drafts.values()]
@@ -302,7 +232,7 @@ def _plan_blocks(
     )
 
 
-def measure_activation(model: Decoder, options: EngineOptions) -> int:
+def measure_activation(model: AnyDecoder, options: EngineOptions) -> int:
     """Bytes by which the process grows in the largest possible step; warms the kernels up, too."""
     num_tokens = options.max_num_batched_tokens
     num_blocks = -(-num_tokens // options.block_size)
@@ -353,9 +283,5 @@ def _engine_config(
     )
 
 
-def _ranges(sizes: tuple[int, ...]) -> str:
-    return ", ".join(str(size) for size in sizes)
-
-
-def _max_positions(model: Decoder | None) -> int | None:
+def _max_positions(model: AnyDecoder | None) -> int | None:
     return None if model is None else model.max_position_embeddings

@@ -24,10 +24,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[str, _help("`demo`, a Hugging Face directory, a .gguf file, or a hub id")] = (
         "demo"
     )
-    dtype: Annotated[DType, _help("weights and KV; auto: bf16 where this CPU multiplies it")] = (
-        "auto"
-    )
-    backend: Annotated[str, _help("kernels: auto, cpu, or reference (slow, readable)")] = "auto"
+    dtype: Annotated[
+        DType, _help("of weights; auto: the fastest that costs no quality to speak of here")
+    ] = "auto"
+    draft_dtype: Annotated[DType, _help("the same, for drafters that are models")] = "auto"
+    backend: Annotated[
+        str, _help("kernels: auto, native, or torch with cpu or reference (slow, readable)")
+    ] = "auto"
     threads: Annotated[int, _help("threads for tensor work; 0: one per core")] = 0
     drafters: Annotated[
         str, _help("guessers to load, by comma: suffix, ngram, draft_model:PATH; none: nobody")
@@ -51,9 +54,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         float | None,
         _help("choose no guesses that would make a step longer than this; default: no target"),
     ] = None
-    verify: Annotated[VerifyRule, _help("replay: exact; rejection: same law, other text")] = (
-        "replay"
-    )
+    verify: Annotated[
+        VerifyRule,
+        _help("replay: exact; block, rejection: same law, other text; typical: LOSSY, another law"),
+    ] = "replay"
     max_model_len: Annotated[
         int | None, _help("tokens per sequence; default: what model and KV pool allow")
     ] = None

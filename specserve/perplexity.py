@@ -19,8 +19,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from specserve.compose import LoadedModel, check_backend, choose_dtype, load_model, use_threads
 from specserve.errors import ConfigError
+from specserve.loading import LoadedModel, check_backend, choose_dtype, load_model, use_threads
 from specserve.models.interface import CausalLM
 from specserve_kernels.interface import PagedBatch
 
@@ -70,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
     use_threads(options.threads)
     found: list[Perplexity] = []
     baseline: Scores | None = None
-    for dtype in dict.fromkeys([BASELINE, *map(choose_dtype, options.dtype)]):
+    chosen = [choose_dtype(dtype, options.backend) for dtype in options.dtype]
+    for dtype in dict.fromkeys([BASELINE, *chosen]):
         loaded = load_model(options.model, dtype, options.backend, _say)
         ids = loaded.tokenizer.encode(text)[: options.max_tokens]
         if len(ids) < 2:

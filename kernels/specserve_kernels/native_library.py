@@ -23,6 +23,19 @@ def why_not(package: Path = build_native.PACKAGE) -> str | None:
     return _load(package)[1]
 
 
+def products(dtype_code: int) -> str:
+    """The instruction set of the matrix products in gemm.h's dtype: amx, avx2, portable ...
+
+    Only where there is a library.
+    """
+    library = load()
+    assert library is not None, why_not()
+    function = library.specserve_gemm_instruction_set
+    function.argtypes = [ctypes.c_int32]
+    function.restype = ctypes.c_char_p
+    return str(function(dtype_code).decode())
+
+
 @cache
 def _load(package: Path) -> tuple[ctypes.CDLL | None, str | None]:
     path = build_native.library_path(package)

@@ -19,10 +19,10 @@ import msgspec
 
 from specserve.admission import Limits
 from specserve.bench.floor import Floor
-from specserve.compose import LoadedModel
 from specserve.config import EngineConfig
 from specserve.drafting import Draft, DraftRow, chain
 from specserve.engine import Engine
+from specserve.loading import LoadedModel
 from specserve.models.native import NativeDecoder
 from specserve.runner import ModelRunner
 from specserve.speculation.speculator import Speculator

@@ -18,7 +18,8 @@ import torch
 
 from specserve.bench.floor import floor_of
 from specserve.bench.measure import Breakdown, Case, measure
-from specserve.compose import (
+from specserve.errors import ConfigError
+from specserve.loading import (
     DTYPES,
     LoadedModel,
     check_backend,
@@ -26,7 +27,6 @@ from specserve.compose import (
     load_model,
     use_threads,
 )
-from specserve.errors import ConfigError
 from specserve.version import __version__
 
 SWEEP = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -166,7 +166,7 @@ def bench(
         decoder=type(loaded.decoder).__name__,
         threads=threads,
         machine=f"{platform.system()} {platform.machine()}",
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         cases=tuple(found),
     )
 
