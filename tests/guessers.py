@@ -9,8 +9,13 @@ from specserve.config import EngineConfig
 from specserve.drafting import Draft, Drafter, DraftRow
 from specserve.models.decoder import Decoder
 from specserve_drafts import DRAFTERS, DrafterResources, Script, Truth, recorded
+from tests.tiny_heads import parts_of, tiny_head
 
-GUESSERS = ["ngram", "draft_model", "oracle", "anti", "synthetic", "tree"]
+HEADS = ["eagle3", "medusa", "mlp_speculator"]
+GUESSERS = ["ngram", "draft_model", "oracle", "anti", "synthetic", "tree", *HEADS]
+
+
+ARGUMENTS = {"synthetic": "0.8,0.5"} | dict.fromkeys(HEADS, "tiny")
 
 
 def every_guesser(
@@ -29,13 +34,15 @@ def make_guesser(
     """draft_model is the target itself; tree branches at every depth."""
     table = recorded(truth)
     resources = DrafterResources(
-        argument="0.8,0.5" if name == "synthetic" else None,
+        argument=ARGUMENTS.get(name),
         vocab_size=model.vocab_size,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         model=model if name == "draft_model" else None,
         truth=table,
         script=_branching(table, model.vocab_size),
+        target=parts_of(model) if name in HEADS else None,
+        head=tiny_head(name, model) if name in HEADS else None,
     )
     return DRAFTERS["scripted" if name == "tree" else name](resources)
 
