@@ -14,10 +14,11 @@ from specserve.errors import ConfigError
 from specserve.options import ServeOptions
 from specserve.server.app import create_app, create_runner, drain
 from specserve.server.state import ServerSettings
+from specserve.types import LOSSY_RULES, VerifyRule
 from specserve.version import __version__
 from specserve_drafts import parse_drafter_spec
 from specserve_observability import names
-from specserve_observability.logs import configure_logging
+from specserve_observability.logs import configure_logging, get_logger
 from specserve_observability.metrics import Gauges, Metrics, render
 from specserve_observability.tracing import Tracing, open_tracing
 
@@ -128,6 +129,7 @@ async def _run(
 
 
 def _greet(options: ServeOptions, built: Built, port: int) -> None:
+    warn_if_lossy(built.engine.config.default_verify)
     url = f"http://{options.host}:{port}"
     for line in built.memory.lines():
         _say(line)
@@ -158,6 +160,16 @@ def _default_k(built: Built) -> str:
     config = built.engine.config
     chosen = config.default_drafter == "auto"
     return f"0 to {config.max_draft_tokens}" if chosen else str(config.default_draft_tokens)
+
+
+def warn_if_lossy(verify: VerifyRule) -> None:
+    """A server whose default bends the law says so where its operator looks."""
+    if verify in LOSSY_RULES:
+        get_logger("specserve.serve").warning(
+            "lossy_verification",
+            verify=verify,
+            meaning="replies do not follow the model's law; --verify replay is exact",
+        )
 
 
 def _say(line: str) -> None:

@@ -132,6 +132,8 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     draft_kv_lens: Mapping[str, int] = {}  # by drafter, once the accepted guesses are history
     logprobs: tuple[TokenLogprobs, ...] = ()
     drafter: str = "none"
+    predicted_accepted: float = 0.0  # guesses that were expected to be right
+    no_draft_reason: str = ""  # why K = 0 although speculation was asked for
     error: str | None = None
 
 
@@ -145,8 +147,15 @@ class StepTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """predicted_seconds: from draft_start to end, as expected before the forward
+
+    failed_drafters: one entry per failure
+    """
+
     rows: tuple[RowResult, ...]
     timings: StepTimings
+    predicted_seconds: float = 0.0
+    failed_drafters: tuple[str, ...] = ()
 
 
 class SpecStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,6 +170,7 @@ class SpecStats(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int = 0  # target steps that emitted a token, with or without drafts
     per_step_drafted: tuple[int, ...] = ()
     per_step_accepted: tuple[int, ...] = ()
+    lossy: bool = False  # the rule asked for does not keep the target's law
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -202,4 +202,4 @@ def _add_request_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-eos", action="store_true")
     group.add_argument("--drafter", metavar="D", help="sent as speculation.drafter")
     group.add_argument("--max-draft-tokens", type=_NATURAL, metavar="K")
-    group.add_argument("--verify", metavar="V", help="replay or rejection")
+    group.add_argument("--verify", metavar="V", help="replay, block, rejection or typical")

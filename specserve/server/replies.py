@@ -51,6 +51,7 @@ class SpecserveMetrics(msgspec.Struct, frozen=True, kw_only=True):
     decode_seconds: float | None
     preemptions: int
     steps: int
+    lossy: bool  # verified by a rule that does not keep the target's law, asked for by name
 
 
 class Metrics(msgspec.Struct, frozen=True):

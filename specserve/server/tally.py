@@ -74,6 +74,7 @@ class Tally:
                 decode_seconds=_longest((one.first_token, one.finished) for one in times),
                 preemptions=sum(chunk.num_preemptions for chunk in chunks),
                 steps=sum(one.num_steps for one in stats),
+                lossy=any(one.lossy for one in stats),
             ),
         )
 
