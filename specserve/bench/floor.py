@@ -28,6 +28,7 @@ from specserve_kernels import native_library
 from specserve_kernels.native_step import DTYPE_CODES
 
 COLUMN_TILE = 16  # a share of columns begins at a multiple of it
+LEAST_SECONDS = 1e-7  # where a model is so small that the calls are all there is
 
 
 class Floor(Protocol):
@@ -104,23 +105,32 @@ class NativeFloor:
     def seconds(self, num_rows: int, num_logits: int) -> float:
         key = (num_rows, num_logits)
         if key not in self._calls:
-            self._calls[key] = [self._share(idx, *key) for idx in range(self._threads)]
+            self._calls[key] = [self._share(columns, *key) for columns in self.column_shares()]
         shares = self._calls[key]
         full = _run_at_once([share.full for share in shares])
         empty = _run_at_once([share.empty for share in shares])
-        return full - empty
+        return max(full - empty, LEAST_SECONDS)
 
-    def _share(self, thread_idx: int, num_rows: int, num_logits: int) -> _Share:
+    def column_shares(self) -> list[list[tuple[int, int]]]:
+        """For each thread the columns (from, to) that it computes of each product."""
+        return [
+            [_columns(product.n, idx, self._threads) for product in self._products]
+            for idx in range(self._threads)
+        ]
+
+    def _share(self, columns: list[tuple[int, int]], num_rows: int, num_logits: int) -> _Share:
         share = _Share()
-        for product, name in zip(self._products, self._names, strict=True):
+        for product, name, part in zip(self._products, self._names, columns, strict=True):
             rows = num_logits if product.is_head else num_rows
-            tiles = -(-product.n // COLUMN_TILE)
-            begin, end = (
-                min(product.n, tiles * at // self._threads * COLUMN_TILE)
-                for at in (thread_idx, thread_idx + 1)
-            )
-            share.add(self._code, product, self._packed, name, rows, begin, end)
+            share.add(self._code, product, self._packed, name, rows, part)
         return share
+
+
+def _columns(n: int, idx: int, parts: int) -> tuple[int, int]:
+    """Where part `idx` of n columns begins and ends: whole tiles, evenly."""
+    tiles = -(-n // COLUMN_TILE)
+    begin, end = (min(n, tiles * at // parts * COLUMN_TILE) for at in (idx, idx + 1))
+    return begin, end
 
 
 def _matrix_names(num_layers: int) -> list[str]:
@@ -151,8 +161,7 @@ class _Share:
         packed: Mapping[str, Tensor],
         name: str,
         num_rows: int,
-        begin: int,
-        end: int,
+        columns: tuple[int, int],
     ) -> None:
         x = self._buffer(num_rows, product.k)
         out = self._buffer(num_rows, product.n)
@@ -165,7 +174,7 @@ class _Share:
         scale_address = None if scales is None else scales.data_ptr()
         rest = (scale_address, None, num_rows, x.data_ptr(), product.k)
         tail = (0, out.data_ptr(), product.n)
-        self.full.append((*head, *rest, begin, end, *tail))
+        self.full.append((*head, *rest, *columns, *tail))
         self.empty.append((*head, *rest, 0, 0, *tail))
 
     def _buffer(self, num_rows: int, width: int) -> Tensor:
