@@ -32,6 +32,8 @@ SPECSERVE_EXPORT void specserve_attention(const Segments* segments, const Heads*
 }
 
 SPECSERVE_EXPORT const char* specserve_row_kernels() { return row_kernels().name; }
-SPECSERVE_EXPORT int32_t specserve_choose_row_kernels(const char* name) { return choose_row_kernels(name) ? 1 : 0; }
+SPECSERVE_EXPORT int32_t specserve_choose_row_kernels(const char* name) {
+  return choose_row_kernels(name) ? 1 : 0;
+}
 
 }  // extern "C"

@@ -75,7 +75,8 @@ void AttentionPlan::build(const Segments& segments, const RowPaths& paths, const
   num_records = 0;
   const int64_t group = heads.num_heads / heads.num_kv_heads;
   const int64_t fold = std::min(group, MAX_TILE_VECTORS);
-  const auto tiles = cut_rows(segments, paths, std::max<int64_t>(1, MAX_TILE_VECTORS / fold), window);
+  const int64_t tile_rows = std::max<int64_t>(1, MAX_TILE_VECTORS / fold);
+  const auto tiles = cut_rows(segments, paths, tile_rows, window);
   int64_t total = 0;
   for (const RowTile& tile : tiles) total += tile.cost;
   const int64_t dear = total * heads.num_kv_heads / (num_threads * ITEMS_PER_THREAD);
