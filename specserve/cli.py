@@ -1,4 +1,4 @@
-"""The command line: `specserve serve | generate | pull | bench | loadgen | trace`.
+"""The command line: `specserve serve | generate | pull | bench | loadgen | study | trace`.
 
 Heavy imports wait until a command needs them, so that --help answers at once.
 """
@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         "bench", help="measure inside one process: `bench step`, `bench perplexity`"
     )
     commands.add_parser("loadgen", help="load a server and measure it (see loadgen --help)")
+    commands.add_parser("study", help="experiments on a server: `study never-slower`")
     commands.add_parser("trace", help="`trace export FILE --format jaeger-json -o OUT`")
     return parser
 
@@ -75,11 +76,15 @@ def build_bench_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
-    # These two have command lines of their own and import nothing of the engine.
+    # These have command lines of their own and import nothing of the engine.
     if arguments[:1] == ["loadgen"]:
         from specserve_loadgen.cli import main as loadgen_main
 
         return loadgen_main(arguments[1:])
+    if arguments[:1] == ["study"]:
+        from specserve_loadgen.study import main as study_main
+
+        return study_main(arguments[1:])
     if arguments[:2] == ["trace", "export"]:
         from specserve_observability.jaeger import export_main
 

@@ -1,0 +1,279 @@
+"""`specserve study never-slower`: is speculation `auto` ever slower than off, or than one choice?
+
+One server, one set of prompts per workload. In every round each arm (auto, off, each fixed drafter
+and K) sends the same prompts with the same seeds, in an order that rotates, so that a drift of the
+machine meets all arms alike. A round's ratio is of two neighbouring runs; a cell's is the median
+over rounds. Each run has a cache salt of its own: no arm reads from the prefix cache or the suffix
+corpus what another arm has just computed.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import string
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from specserve_loadgen.errors import LoadgenError
+from specserve_loadgen.prompts import Message, Prompt, load_prompts
+from specserve_loadgen.records import RequestRecord
+from specserve_loadgen.render import MISSING, table
+from specserve_loadgen.run import RunResult, run_load
+from specserve_loadgen.settings import ClosedLoop, Settings
+
+SCHEMA = "specserve.study.never-slower/1"
+AUTO_OVER_OFF, AUTO_OVER_BEST = 0.98, 0.97  # what the study asks of every cell
+RANDOM = "random"
+WORKLOADS = ("chat", "summarise", "code", "edit", RANDOM)
+_RANDOM_TEMPERATURE = 2.0  # nearly uniform: nobody guesses what comes
+
+
+class Arm(msgspec.Struct, frozen=True):
+    """drafter None: whatever the server picks (auto); K None: as the drafter's default."""
+
+    name: str
+    drafter: str | None
+    max_draft_tokens: int | None
+
+
+AUTO, OFF = Arm("auto", "auto", None), Arm("off", "none", 0)
+
+
+class ArmResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one arm in one cell. tokens_per_second: one per round; tokens: output of all rounds."""
+
+    arm: str
+    tokens_per_second: tuple[float, ...]
+    num_output_tokens: int
+    acceptance_rate: float | None
+    mean_acceptance_length: float | None
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """auto_over_*: medians over rounds of the ratio of output tokens per second; *_range: min, max.
+
+    same_output_tokens: every arm emitted as many tokens in every round, as exact replay demands
+    """
+
+    concurrency: int
+    workload: str
+    auto_over_off: float
+    auto_over_off_range: tuple[float, float]
+    best_fixed: str
+    auto_over_best_fixed: float
+    best_fixed_over_off: float
+    same_output_tokens: bool
+    arms: tuple[ArmResult, ...]
+
+    @property
+    def holds(self) -> bool:
+        return self.auto_over_off >= AUTO_OVER_OFF and self.auto_over_best_fixed >= AUTO_OVER_BEST
+
+
+class Study(msgspec.Struct, frozen=True, kw_only=True):
+    schema: str
+    model: str
+    server_version: str | None
+    url: str
+    rounds: int
+    max_tokens: int
+    requests_per_user: int
+    seed: int
+    cells: tuple[Cell, ...]
+
+    @property
+    def num_failing(self) -> int:
+        return sum(not cell.holds for cell in self.cells)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run. Each arm of a cell sends max(concurrency, 2) * requests_per_user requests."""
+
+    url: str
+    fixed: tuple[Arm, ...]
+    concurrencies: tuple[int, ...] = (1, 4, 8, 16, 32)
+    workloads: tuple[str, ...] = WORKLOADS
+    rounds: int = 3
+    max_tokens: int = 96
+    requests_per_user: int = 2
+    temperature: float = 0.0
+    seed: int = 0
+
+
+async def run_study(plan: Plan, say: Callable[[str], None]) -> Study:
+    """All cells; LoadgenError when there is no server or a request fails."""
+    cells = []
+    info: RunResult | None = None
+    for workload in plan.workloads:
+        for concurrency in plan.concurrencies:
+            cell, info = await _run_cell(plan, workload, concurrency)
+            cells.append(cell)
+            say(describe(cell))
+    if info is None:
+        raise LoadgenError("the study has no cells: name at least one workload and concurrency")
+    return Study(
+        schema=SCHEMA,
+        model=info.model,
+        server_version=info.server_version,
+        url=plan.url,
+        rounds=plan.rounds,
+        max_tokens=plan.max_tokens,
+        requests_per_user=plan.requests_per_user,
+        seed=plan.seed,
+        cells=tuple(cells),
+    )
+
+
+async def _run_cell(plan: Plan, workload: str, concurrency: int) -> tuple[Cell, RunResult]:
+    arms = [AUTO, OFF, *plan.fixed]
+    prompts = workload_prompts(workload, plan.seed)
+    speeds: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    records: dict[str, list[RequestRecord]] = {arm.name: [] for arm in arms}
+    outputs: dict[str, list[int]] = {arm.name: [] for arm in arms}
+    result: RunResult | None = None
+    for round_idx in range(-1, plan.rounds):  # round -1 warms the server up and is in no number
+        first = round_idx % len(arms)
+        for arm in [*arms[first:], *arms[:first]]:
+            settings = _settings(plan, arm, workload, concurrency, round_idx)
+            result = await run_load(settings, prompts)
+            failed = [record for record in result.records if record.failure is not None]
+            if failed or result.interrupted:
+                why = failed[0].failure if failed else "it was interrupted"
+                raise LoadgenError(f"{workload}, c{concurrency}, {arm.name}: {why}")
+            if round_idx >= 0:
+                speeds[arm.name].append(tokens_per_second(result.records))
+                records[arm.name] += result.records
+                outputs[arm.name].append(sum(r.num_output_tokens for r in result.records))
+    assert result is not None
+    results = [_arm_result(arm.name, speeds[arm.name], records[arm.name]) for arm in arms]
+    same = len({count for counts in outputs.values() for count in counts}) == 1
+    return make_cell(concurrency, workload, results, same_output_tokens=same), result
+
+
+def _settings(plan: Plan, arm: Arm, workload: str, concurrency: int, round_idx: int) -> Settings:
+    num_requests = concurrency * plan.requests_per_user
+    if round_idx < 0:
+        num_requests = concurrency
+    return Settings(
+        url=plan.url,
+        load=ClosedLoop(concurrency),
+        num_requests=num_requests,
+        max_tokens=plan.max_tokens,
+        temperature=_RANDOM_TEMPERATURE if workload == RANDOM else plan.temperature,
+        seed=plan.seed,
+        ignore_eos=True,
+        drafter=arm.drafter,
+        max_draft_tokens=arm.max_draft_tokens,
+        cache_salt=f"{plan.seed}/{workload}/{concurrency}/{arm.name}/{round_idx}",
+    )
+
+
+def tokens_per_second(records: Sequence[RequestRecord]) -> float:
+    """Output tokens over the time from the first request sent to the last one ended."""
+    seconds = max(r.ended for r in records) - min(r.sent for r in records)
+    return sum(r.num_output_tokens for r in records) / seconds
+
+
+def _arm_result(name: str, speeds: Sequence[float], records: Sequence[RequestRecord]) -> ArmResult:
+    known = [r.speculative for r in records if r.speculative is not None]
+    drafted = sum(s.num_draft_tokens for s in known)
+    steps = sum(s.num_spec_steps for s in known)
+    return ArmResult(
+        arm=name,
+        tokens_per_second=tuple(speeds),
+        num_output_tokens=sum(r.num_output_tokens for r in records),
+        acceptance_rate=(
+            sum(s.num_accepted_draft_tokens for s in known) / drafted if drafted else None
+        ),
+        mean_acceptance_length=(
+            sum(s.num_emitted_tokens for s in known) / steps if steps else None
+        ),
+    )
+
+
+def make_cell(
+    concurrency: int, workload: str, arms: Sequence[ArmResult], *, same_output_tokens: bool
+) -> Cell:
+    """The cell's ratios: of the same round, then the median. Needs auto, off and a fixed arm."""
+    by_name = {arm.arm: arm for arm in arms}
+    auto, off = by_name[AUTO.name], by_name[OFF.name]
+    fixed = [arm for arm in arms if arm.arm not in (AUTO.name,)]  # off is a fixed choice, too
+    best = max(fixed, key=lambda arm: statistics.median(arm.tokens_per_second))
+    over_off = _ratios(auto, off)
+    return Cell(
+        concurrency=concurrency,
+        workload=workload,
+        auto_over_off=statistics.median(over_off),
+        auto_over_off_range=(min(over_off), max(over_off)),
+        best_fixed=best.arm,
+        auto_over_best_fixed=statistics.median(_ratios(auto, best)),
+        best_fixed_over_off=statistics.median(_ratios(best, off)),
+        same_output_tokens=same_output_tokens,
+        arms=tuple(arms),
+    )
+
+
+def _ratios(one: ArmResult, other: ArmResult) -> list[float]:
+    return [a / b for a, b in zip(one.tokens_per_second, other.tokens_per_second, strict=True)]
+
+
+def workload_prompts(workload: str, seed: int) -> list[Prompt]:
+    """Of the shipped pack's category, or of random syllables (`random`)."""
+    if workload != RANDOM:
+        return load_prompts(None, [workload])
+    rng = random.Random(seed)
+    vowels, consonants = "aeiou", [c for c in string.ascii_lowercase if c not in "aeiou"]
+
+    def word() -> str:
+        return "".join(rng.choice(consonants) + rng.choice(vowels) for _ in range(3))
+
+    return [
+        Prompt(
+            prompt_id=f"random-{idx}",
+            category=RANDOM,
+            messages=(Message("user", " ".join(word() for _ in range(30))),),
+        )
+        for idx in range(16)
+    ]
+
+
+def describe(cell: Cell) -> str:
+    """One line for a person who waits."""
+    low, high = cell.auto_over_off_range
+    verdict = "holds" if cell.holds else "FALLS SHORT"
+    return (
+        f"{cell.workload:>10} c{cell.concurrency:<3} auto/off {cell.auto_over_off:.3f} "
+        f"({low:.2f}-{high:.2f})  auto/best {cell.auto_over_best_fixed:.3f} "
+        f"(best: {cell.best_fixed})  {verdict}"
+    )
+
+
+def render_study(study: Study) -> str:
+    rows = [
+        ["workload", "c", "off tok/s", "auto tok/s", "auto/off", "auto/best", "best", "tok/step"]
+    ]
+    for cell in study.cells:
+        by_name = {arm.arm: arm for arm in cell.arms}
+        auto, off = by_name[AUTO.name], by_name[OFF.name]
+        length = auto.mean_acceptance_length
+        rows.append(
+            [
+                cell.workload,
+                str(cell.concurrency),
+                f"{statistics.median(off.tokens_per_second):.1f}",
+                f"{statistics.median(auto.tokens_per_second):.1f}",
+                f"{cell.auto_over_off:.3f}",
+                f"{cell.auto_over_best_fixed:.3f}",
+                cell.best_fixed,
+                MISSING if length is None else f"{length:.2f}",
+            ]
+        )
+    wanted = f"auto/off >= {AUTO_OVER_OFF} and auto/best >= {AUTO_OVER_BEST}"
+    num_holding = len(study.cells) - study.num_failing
+    differing = sum(not cell.same_output_tokens for cell in study.cells)
+    lines = [table(rows), f"{num_holding} of {len(study.cells)} cells hold ({wanted})"]
+    if differing:
+        lines.append(f"{differing} cells emitted different numbers of tokens under different arms")
+    return "\n".join(lines)

@@ -1,0 +1,119 @@
+"""The never-slower study: what a cell's ratios are, and a whole run against a real server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from specserve_loadgen.errors import LoadgenError
+from specserve_loadgen.never_slower import (
+    Arm,
+    ArmResult,
+    Plan,
+    Study,
+    make_cell,
+    run_study,
+    workload_prompts,
+)
+from specserve_loadgen.study import main, parse_arm
+from tests.http_server import a_server
+from tests.scripted import says
+
+
+def an_arm(name: str, *speeds: float) -> ArmResult:
+    return ArmResult(
+        arm=name,
+        tokens_per_second=speeds,
+        num_output_tokens=10,
+        acceptance_rate=None,
+        mean_acceptance_length=None,
+    )
+
+
+def a_cell(auto: tuple[float, ...], off: tuple[float, ...], fixed: tuple[float, ...]):
+    arms = [an_arm("auto", *auto), an_arm("off", *off), an_arm("ngram:3", *fixed)]
+    return make_cell(4, "chat", arms, same_output_tokens=True)
+
+
+def test_ratios_are_of_the_same_round_so_a_drift_of_the_machine_cancels() -> None:
+    cell = a_cell((10, 20, 40), (10, 20, 40), (8, 16, 32))
+    assert cell.auto_over_off == 1.0
+    assert cell.auto_over_off_range == (1.0, 1.0)
+    assert cell.auto_over_best_fixed == 1.0
+    assert cell.best_fixed == "off"  # not to speculate is a fixed choice, too
+
+
+def test_the_best_fixed_choice_is_the_one_with_the_best_median() -> None:
+    cell = a_cell((19, 19, 19), (10, 10, 10), (20, 20, 1))
+    assert cell.best_fixed == "ngram:3"
+    assert cell.auto_over_best_fixed == pytest.approx(0.95)
+    assert cell.best_fixed_over_off == 2.0
+
+
+@pytest.mark.parametrize(
+    ("auto", "off", "fixed", "holds"),
+    [
+        (98.0, 100.0, 50.0, True),
+        (97.9, 100.0, 50.0, False),
+        (150.0, 100.0, 154.0, True),
+        (149.0, 100.0, 154.0, False),
+    ],
+)
+def test_a_cell_holds_down_to_98_percent_of_off_and_97_of_the_best(
+    auto: float, off: float, fixed: float, holds: bool
+) -> None:
+    assert a_cell((auto,), (off,), (fixed,)).holds is holds
+
+
+def test_random_prompts_repeat_with_the_seed_and_differ_from_one_another() -> None:
+    prompts = workload_prompts("random", 3)
+    assert prompts == workload_prompts("random", 3)
+    assert len({prompt.messages for prompt in prompts}) == len(prompts)
+    assert prompts != workload_prompts("random", 4)
+
+
+def test_a_fixed_choice_names_drafter_and_k() -> None:
+    assert parse_arm("suffix:7") == Arm("suffix:7", "suffix", 7)
+
+
+@pytest.mark.parametrize("text", ["suffix", "suffix:0", ":3", "suffix:x", "suffix:-1"])
+def test_a_fixed_choice_without_them_is_refused_by_its_text(text: str) -> None:
+    with pytest.raises(LoadgenError, match=f"--fixed {text}"):
+        parse_arm(text)
+
+
+async def test_a_study_of_a_real_server_measures_every_arm_and_sees_equal_texts() -> None:
+    async with a_server(says("one two three four five six", then=None)) as server:
+        plan = Plan(
+            url=f"http://127.0.0.1:{server.port}",
+            fixed=(Arm("oracle:3", "oracle", 3), Arm("anti:3", "anti", 3)),
+            concurrencies=(1, 3),
+            workloads=("chat",),
+            rounds=2,
+            max_tokens=12,
+        )
+        lines: list[str] = []
+        study = await run_study(plan, lines.append)
+    assert [cell.concurrency for cell in study.cells] == [1, 3]
+    assert len(lines) == 2
+    for cell in study.cells:
+        by_name = {arm.arm: arm for arm in cell.arms}
+        assert set(by_name) == {"auto", "off", "oracle:3", "anti:3"}
+        assert all(len(arm.tokens_per_second) == 2 for arm in cell.arms)
+        assert cell.same_output_tokens
+        assert by_name["oracle:3"].acceptance_rate == 1.0
+        assert by_name["anti:3"].acceptance_rate == 0.0
+        assert by_name["off"].acceptance_rate is None
+    assert msgspec.json.decode(msgspec.json.encode(study), type=Study) == study
+
+
+def test_without_a_server_the_study_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "study.json"
+    code = main(["never-slower", "--url", "http://127.0.0.1:9", "--json", str(file)])
+    assert code == 2
+    assert "no server answers" in capsys.readouterr().err
+    assert not file.exists()
