@@ -208,7 +208,14 @@ class Engine:
             for row, row_result in zip(plan.rows, result.rows, strict=True)
             if (record := self._commit_row(row, row_result, result)) is not None
         ]
-        self._record_step(plan, result.timings, rows, planned, num_preempted)
+        self._scheduler.note_guesses(
+            sum(
+                row_result.num_draft_tokens
+                for row, row_result in zip(plan.rows, result.rows, strict=True)
+                if row.request.drafter == "auto"
+            )
+        )
+        self._record_step(plan, result.timings, rows, planned, num_preempted, result=result)
 
     def _check_progress(self, plan: BatchPlan) -> None:
         """An empty plan is a plan (all were preempted); several in a row mean a deadlock."""
@@ -256,6 +263,7 @@ class Engine:
         planned: tuple[float, float],
         num_preempted: int,
         *,
+        result: StepResult | None = None,
         error: str | None = None,
     ) -> None:
         now = self.snapshot()
@@ -278,6 +286,8 @@ class Engine:
                 token_budget=self.config.max_num_batched_tokens,
                 num_preempted=num_preempted,
                 error=error,
+                predicted_seconds=result.predicted_seconds if result else 0.0,
+                failed_drafters=result.failed_drafters if result else (),
             )
         )
 

@@ -11,6 +11,7 @@ from specserve.output import OutputProcessor, Stop
 from specserve.sequence import Sequence
 from specserve.stream import RequestStream
 from specserve.types import (
+    LOSSY_RULES,
     FinishReason,
     Request,
     RequestTimes,
@@ -85,6 +86,8 @@ class LiveRequest:
             accepted,
             len(kept),
             row.is_prefill,
+            result.predicted_accepted,
+            result.no_draft_reason,
         )
         return kept, stop, record
 
@@ -188,6 +191,7 @@ class LiveRequest:
             num_steps=self._num_steps,
             per_step_drafted=tuple(self._per_step_drafted),
             per_step_accepted=tuple(self._per_step_accepted),
+            lossy=self.request.verify in LOSSY_RULES,
         )
 
     def _traceparent_of_decode(self) -> str | None:

@@ -133,8 +133,10 @@ class ModelRunner:
                 draft_start=draft_start,
                 forward_start=forward_start,
                 verify_start=verify_start,
-                end=time.time(),
+                end=end,
             ),
+            predicted_seconds=drafts.seconds,
+            failed_drafters=self._speculator.failed,
         )
 
     def _new_states(self, num_tokens: int) -> Tensor | None:
@@ -186,6 +188,7 @@ class ModelRunner:
                     seq_id=row.seq_id,
                     draft_kv_lens=kv_lens_after(chosen, 0),
                     drafter=chosen.drafter,
+                    no_draft_reason=chosen.reason,
                 )
             )
         verdict = verify(
@@ -205,6 +208,8 @@ class ModelRunner:
             draft_kv_lens=kv_lens_after(chosen, len(verdict.path)),
             logprobs=self._logprobs(row, verdict, logits),
             drafter=chosen.drafter,
+            predicted_accepted=chosen.expected,
+            no_draft_reason=chosen.reason,
         )
         return _Verified(result, verdict.path)
 

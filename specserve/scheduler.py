@@ -41,6 +41,7 @@ class Scheduler:
         self._next_id = 0
         self._step_idx = 0
         self._released: list[int] = []
+        self._recent_guesses = 0.0  # verified per step for rows that choose K themselves, lately
         self.num_preempted_last = 0
 
     # ---- queue ---------------------------------------------------------------------------
@@ -117,11 +118,28 @@ class Scheduler:
         return max(0, min(seq.request.max_draft_tokens, seq.num_remaining_tokens - 1))
 
     def _drafts_wanted(self, rows: dict[int, _Row]) -> int:
-        return sum(self._wanted_guesses(row) for row in rows.values())
+        """Guesses to keep budget for. Where K is chosen in the step, K is only the most: then twice
+        what was verified lately, so that prompts need not wait for guesses that nobody makes."""
+        by_name = by_choice = num_rows = 0
+        for row in rows.values():
+            wanted = self._wanted_guesses(row)
+            if row.seq.request.drafter == "auto":
+                by_choice += wanted
+                num_rows += wanted > 0
+            else:
+                by_name += wanted
+        return by_name + min(by_choice, max(num_rows, int(2 * self._recent_guesses)))
+
+    def note_guesses(self, num_verified: int) -> None:
+        """How many guesses a step verified for rows that chose K themselves."""
+        self._recent_guesses = max(float(num_verified), 0.9 * self._recent_guesses)
 
     def _plan_drafts(self, rows: dict[int, _Row], budget: int) -> None:
-        for row in rows.values():
-            room = min(budget, self._free_slots_after(row.seq, row.num_tokens))
+        guessing = [row for row in rows.values() if self._wanted_guesses(row)]
+        for num_before, row in enumerate(guessing):
+            # An even share of what is left: what one row does not want the others may have.
+            share = -(-budget // (len(guessing) - num_before))
+            room = min(share, self._free_slots_after(row.seq, row.num_tokens))
             wanted = min(self._wanted_guesses(row), room)
             if wanted > 0:
                 self._extend(row.seq, row.num_tokens + wanted)

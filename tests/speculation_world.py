@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from specserve.drafting import NO_DRAFT, Draft, DraftRow, Outcome, chain
 from specserve.speculation.chosen import Learned, StepDrafts
 from specserve.speculation.costs import Profile, SizeCost
+from specserve.speculation.recording import Recording
 from specserve.speculation.speculator import Speculator
 from specserve.types import Request, RowPlan, SamplingParams, VerifyRule
 
@@ -81,11 +82,12 @@ class WorldDrafter:
     keeps_kv: bool = False
     hidden_layers: tuple[int, ...] = ()
     scores: bool = False  # says its true chances, a little off
+    sampled: bool = False  # gives the law its guesses were drawn from
     step_idx: int = 0
-    num_calls: int = 0
+    asked: list[list[int]] = field(default_factory=list)  # K of the rows of each call
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        self.num_calls += 1
+        self.asked.append([row.max_tokens for row in rows if row.max_tokens])
         drafts = [self._guess(row) for row in rows]
         steps = max((len(draft.token_ids) for draft in drafts), default=0)
         seconds = self.per_call + self.per_step * steps + self.per_row * len(rows)
@@ -96,12 +98,18 @@ class WorldDrafter:
         if row.max_tokens == 0:
             return NO_DRAFT
         start, token_ids, scores = len(row.history), [], []
-        for depth in range(row.max_tokens):
+        # Where siblings are allowed they take places, and this drafter knows of none.
+        for depth in range(-(-row.max_tokens // row.width)):
             rate = self.rate(row.seq_id, start + depth, depth + 1, self.step_idx)
             right = self.rng.random() < rate
             token_ids.append(truth(row.seq_id, start + depth) + (not right))
             scores.append(min(1.0, rate**0.7))
-        return chain(token_ids, scores=scores if self.scores else (), kv_len=len(row.history))
+        return chain(
+            token_ids,
+            probs=[None] * len(token_ids) if self.sampled else None,  # nobody reads them here
+            scores=scores if self.scores else (),
+            kv_len=len(row.history),
+        )
 
     def observe(self, outcomes: Seq[Outcome]) -> None:
         self.step_idx += 1
@@ -128,6 +136,7 @@ class World:
     rng: random.Random
     requests: dict[int, Request]
     histories: dict[int, list[int]]
+    asked: dict[str, list[list[int]]]
     kv_lens: dict[int, Mapping[str, int]] = field(default_factory=dict)
     num_emitted: int = 0
     steps: list[Step] = field(default_factory=list)
@@ -234,6 +243,8 @@ def a_world(
     verify: VerifyRule = "replay",
     profile_wrong_by: float = 1.0,
     itl_target: float | None = None,
+    sampled: bool = False,
+    recording: Recording | None = None,
 ) -> World:
     table, clock, rng = costs or CostTable(), Clock(), random.Random(seed)
     drafters = {
@@ -247,6 +258,7 @@ def a_world(
             per_row=kind.per_row,
             keeps_kv=kind.keeps_kv,
             scores=kind.scores,
+            sampled=sampled,
         )
         for name, kind in kinds.items()
     }
@@ -255,6 +267,7 @@ def a_world(
         vocab_size=VOCAB,
         profile=table.profile(profile_wrong_by),
         itl_target=itl_target,
+        recording=recording,
         clock=clock,
     )
     requests = {
@@ -270,7 +283,8 @@ def a_world(
         for seq_id in range(num_seqs)
     }
     histories = {seq_id: [*PROMPT, truth(seq_id, 3)] for seq_id in requests}
-    return World(table, clock, speculator, rng, requests, histories)
+    asked = {name: drafter.asked for name, drafter in drafters.items()}
+    return World(table, clock, speculator, rng, requests, histories, asked)
 
 
 def _constant(rate: float) -> Rate:

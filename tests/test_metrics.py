@@ -105,6 +105,8 @@ def test_every_series_exists_at_zero_before_the_first_request() -> None:
         "specserve_spec_draft_tokens_total": "counter",
         "specserve_spec_accepted_tokens_total": "counter",
         "specserve_spec_emitted_tokens_total": "counter",
+        "specserve_spec_predicted_accepted_tokens_total": "counter",
+        "specserve_drafter_failures_total": "counter",
         "specserve_spec_drafted_at_position_total": "counter",
         "specserve_spec_accepted_at_position_total": "counter",
         "specserve_time_to_first_token_seconds": "histogram",

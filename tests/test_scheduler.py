@@ -41,6 +41,27 @@ def test_guesses_are_charged_to_the_budget_and_leave_half_for_a_waiting_prompt()
     assert (rows["A"].max_draft_tokens, rows["B"].num_tokens) == (4, 4)
 
 
+def test_a_prompt_waits_for_no_guesses_that_nobody_makes() -> None:
+    scheduler = Scheduler(a_config(budget=33))
+    scheduler.add(a_request(1, name="A", drafter="auto", draft_tokens=15, max_tokens=90))
+    run_step(scheduler)
+    scheduler.add(a_request(90, name="B"))
+    scheduler.note_guesses(0)
+    rows = run_step(scheduler)
+    assert (rows["A"].max_draft_tokens, rows["B"].num_tokens) == (1, 31)
+    scheduler.note_guesses(6)
+    rows = run_step(scheduler)
+    assert (rows["A"].max_draft_tokens, rows["B"].num_tokens) == (12, 20)
+
+
+def test_a_budget_too_small_for_all_guesses_is_shared_evenly() -> None:
+    scheduler = Scheduler(a_config(budget=3 + 3 * 4))
+    for name in "ABC":
+        scheduler.add(a_request(1, name=name, drafter="ngram", draft_tokens=7, max_tokens=50))
+    run_step(scheduler)
+    assert [row.max_draft_tokens for row in run_step(scheduler).values()] == [4, 4, 4]
+
+
 @pytest.mark.parametrize(("max_tokens", "drafted"), [(3, [1]), (4, [2, 1]), (5, [3, 2, 1])])
 def test_guesses_never_reach_past_max_tokens(max_tokens: int, drafted: list[int]) -> None:
     scheduler = Scheduler(a_config())

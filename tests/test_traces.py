@@ -75,8 +75,16 @@ def test_a_step_has_its_five_phases_end_to_end(to_file: FileTracing) -> None:
 
 
 def test_a_step_carries_its_batch_and_one_outcome_per_request(to_file: FileTracing) -> None:
-    rows = [a_row(0, drafted=3, accepted=2), a_row(1, drafter="none", tokens=8, emitted=0)]
-    to_file.tracing.recorder.record_step(a_step(7, rows, preempted=1))
+    rows = [
+        msgspec.structs.replace(a_row(0, drafted=3, accepted=2), predicted_accepted=1.5),
+        msgspec.structs.replace(
+            a_row(1, drafter="none", tokens=8, emitted=0), no_draft_reason="prefill"
+        ),
+    ]
+    step = msgspec.structs.replace(
+        a_step(7, rows, preempted=1), predicted_seconds=0.25, failed_drafters=("suffix",)
+    )
+    to_file.tracing.recorder.record_step(step)
     span = to_file.finish().one("engine.step")
     assert attributes_of(span.attributes) == {
         "specserve.step.index": 7,
@@ -89,8 +97,11 @@ def test_a_step_carries_its_batch_and_one_outcome_per_request(to_file: FileTraci
         "specserve.batch.token_budget": 512,
         "specserve.spec.draft_tokens": 3,
         "specserve.spec.accepted_tokens": 2,
+        "specserve.spec.predicted_accepted_tokens": 1.5,
         "specserve.spec.emitted_tokens": 3,
         "specserve.generated_tokens": 3,
+        "specserve.step.seconds": pytest.approx(step.verify_end - step.draft_start),
+        "specserve.step.predicted_seconds": 0.25,
         "specserve.requests.running": 2,
         "specserve.requests.waiting": 2,
         "specserve.kv.blocks_free": 100,
@@ -98,13 +109,19 @@ def test_a_step_carries_its_batch_and_one_outcome_per_request(to_file: FileTraci
         "specserve.kv.blocks_live": 8,
         "specserve.preemptions": 1,
     }
-    assert [event.name for event in span.events] == ["specserve.request_outcome"] * 2
-    assert attributes_of(span.events[0].attributes) == {
+    failure, *outcomes = span.events
+    assert failure.name == "specserve.drafter_failure"
+    assert attributes_of(failure.attributes) == {"specserve.spec.drafter": "suffix"}
+    assert [event.name for event in outcomes] == ["specserve.request_outcome"] * 2
+    why = attributes_of(outcomes[1].attributes)["specserve.spec.no_draft_reason"]
+    assert why == "prefill"
+    assert attributes_of(outcomes[0].attributes) == {
         "specserve.request.id": "req-0",
         "specserve.batch.tokens": 1,
         "specserve.spec.drafter": "ngram",
         "specserve.spec.draft_tokens": 3,
         "specserve.spec.accepted_tokens": 2,
+        "specserve.spec.predicted_accepted_tokens": 1.5,
         "specserve.generated_tokens": 3,
     }
     assert span.events[0].time_unix_nano == span.end_time_unix_nano

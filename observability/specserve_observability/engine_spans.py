@@ -113,8 +113,14 @@ class EngineSpans:
             attributes,
             links=[Link(decode) for decode in decodes],
             events=[
-                Event(names.REQUEST_OUTCOME, _outcome(row), outcome_time)
-                for row in step.rows[:MAX_LINKS]
+                *(
+                    Event(names.DRAFTER_FAILURE, {names.SPEC_DRAFTER: name}, outcome_time)
+                    for name in step.failed_drafters
+                ),
+                *(
+                    Event(names.REQUEST_OUTCOME, _outcome(row), outcome_time)
+                    for row in step.rows[:MAX_LINKS]
+                ),
             ],
             status=status_of(step.error),
         )
@@ -136,14 +142,18 @@ def _sampled_decodes(rows: Sequence[RowRecord]) -> list[SpanContext]:
 
 
 def _outcome(row: RowRecord) -> Attributes:
-    return {
+    outcome: dict[str, AttributeValue] = {
         names.REQUEST_ID: row.request_id,
         names.BATCH_TOKENS: row.num_tokens,
         names.SPEC_DRAFTER: row.drafter,
         names.SPEC_DRAFT_TOKENS: row.num_draft_tokens,
         names.SPEC_ACCEPTED_TOKENS: row.num_accepted_tokens,
+        names.SPEC_PREDICTED_ACCEPTED: row.predicted_accepted,
         names.GENERATED_TOKENS: row.num_emitted_tokens,
     }
+    if row.no_draft_reason:
+        outcome[names.SPEC_NO_DRAFT_REASON] = row.no_draft_reason
+    return outcome
 
 
 def _step_attributes(step: StepRecord) -> dict[str, AttributeValue]:
@@ -173,6 +183,7 @@ def _step_attributes(step: StepRecord) -> dict[str, AttributeValue]:
         names.SPEC_EMITTED_TOKENS: sum(
             row.num_emitted_tokens for row in step.rows if row.num_draft_tokens
         ),
+        names.SPEC_PREDICTED_ACCEPTED: sum(row.predicted_accepted for row in step.rows),
         names.GENERATED_TOKENS: sum(row.num_emitted_tokens for row in step.rows),
         names.REQUESTS_RUNNING: step.num_running,
         names.REQUESTS_WAITING: step.num_waiting,
@@ -181,6 +192,9 @@ def _step_attributes(step: StepRecord) -> dict[str, AttributeValue]:
         names.KV_BLOCKS_LIVE: step.blocks_live,
         names.PREEMPTIONS: step.num_preempted,
     }
+    if step.predicted_seconds:
+        attributes[names.STEP_SECONDS] = step.verify_end - step.draft_start
+        attributes[names.STEP_PREDICTED_SECONDS] = step.predicted_seconds
     if step.error is not None:
         attributes[names.ERROR_TYPE] = "step_failed"
     return attributes

@@ -55,6 +55,8 @@ class _SpecCounters:
         self.num_drafted = 0
         self.num_accepted = 0
         self.num_emitted = 0
+        self.num_failures = 0
+        self.predicted_accepted = 0.0
         self.rows_by_drafted = [0] * (max_draft_tokens + 1)  # [K+1]
         self.rows_by_accepted = [0] * (max_draft_tokens + 1)  # [K+1]
 
@@ -62,6 +64,7 @@ class _SpecCounters:
         self.num_drafted += row.num_draft_tokens
         self.num_accepted += row.num_accepted_tokens
         self.num_emitted += row.num_emitted_tokens
+        self.predicted_accepted += row.predicted_accepted
         last = len(self.rows_by_drafted) - 1
         self.rows_by_drafted[min(row.num_draft_tokens, last)] += 1
         self.rows_by_accepted[min(row.num_accepted_tokens, last)] += 1
@@ -105,6 +108,8 @@ class Metrics:
         phases["target_forward"].observe(step.verify_start - step.forward_start)
         phases["verify"].observe(step.verify_end - step.verify_start)
         phases["commit"].observe(step.commit_end - step.verify_end)
+        for name in step.failed_drafters:
+            self._counters_of(name).num_failures += 1
         for row in step.rows:
             self.num_generated_tokens += row.num_emitted_tokens
             if row.num_draft_tokens:
@@ -255,10 +260,18 @@ def _spec_families(metrics: Metrics) -> Iterator[Family]:
             "Tokens emitted by rows with guesses, the extra one included.",
             {n: c.num_emitted for n, c in spec.items()},
         ),
+        (
+            "predicted_accepted_tokens",
+            "Guesses that the controller expected to be right, before stop trimming.",
+            {n: c.predicted_accepted for n, c in spec.items()},
+        ),
     )
     for stem, meaning, by_drafter in sums:
         samples = [(_labels(drafter=name), value) for name, value in by_drafter.items()]
         yield f"specserve_spec_{stem}_total", "counter", meaning, samples
+    failures = [(_labels(drafter=name), c.num_failures) for name, c in spec.items()]
+    meaning = "Drafters that raised or returned nonsense, and sat out for a while."
+    yield "specserve_drafter_failures_total", "counter", meaning, failures
     positions = (
         (
             "drafted_at_position",

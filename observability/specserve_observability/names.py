@@ -34,6 +34,7 @@ DRAFT: Final = "draft"
 TARGET_FORWARD: Final = "target_forward"
 VERIFY: Final = "verify"
 COMMIT: Final = "commit"
+DRAFTER_FAILURE: Final = "specserve.drafter_failure"  # event on engine.step, one per failure
 REQUEST_OUTCOME: Final = "specserve.request_outcome"  # event on engine.step, one per row
 
 # HTTP semantic conventions (stable)
@@ -82,6 +83,8 @@ SPEC_DRAFTED_AT_POSITION: Final = "specserve.spec.drafted_at_position"
 SPEC_ACCEPTED_AT_POSITION: Final = "specserve.spec.accepted_at_position"
 SPEC_ACCEPTANCE_RATE: Final = "specserve.spec.acceptance_rate"
 SPEC_ACCEPTANCE_LENGTH: Final = "specserve.spec.acceptance_length"
+SPEC_PREDICTED_ACCEPTED: Final = "specserve.spec.predicted_accepted_tokens"
+SPEC_NO_DRAFT_REASON: Final = "specserve.spec.no_draft_reason"
 GENERATED_TOKENS: Final = "specserve.generated_tokens"
 
 # ours: the engine
@@ -90,6 +93,8 @@ WINDOW_STEPS: Final = "specserve.window.steps"
 WINDOW_SAMPLED_STEPS: Final = "specserve.window.sampled_steps"
 STEP_INDEX: Final = "specserve.step.index"
 STEP_KIND: Final = "specserve.step.kind"  # prefill | decode | mixed | empty
+STEP_SECONDS: Final = "specserve.step.seconds"  # draft to last verdict, as the next one
+STEP_PREDICTED_SECONDS: Final = "specserve.step.predicted_seconds"
 STEP_SAMPLE_REASON: Final = "specserve.step.sample_reason"  # rate | slow | preempted | error
 BATCH_REQUESTS: Final = "specserve.batch.requests"
 BATCH_TOKENS: Final = "specserve.batch.tokens"

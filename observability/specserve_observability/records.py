@@ -20,6 +20,8 @@ class RowRecord(msgspec.Struct, frozen=True, array_like=True):
     num_accepted_tokens: int
     num_emitted_tokens: int
     is_prefill: bool = False
+    predicted_accepted: float = 0.0  # guesses that were expected to be right
+    no_draft_reason: str = ""  # why K = 0 although speculation was asked for
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +44,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     token_budget: int
     num_preempted: int
     error: str | None = None
+    predicted_seconds: float = 0.0  # from draft_start to verify_end; 0: nothing was predicted
+    failed_drafters: tuple[str, ...] = ()  # one entry per failure
 
 
 class PrefillChunk(msgspec.Struct, frozen=True, array_like=True):

@@ -17,6 +17,7 @@ _MOST: Final = 10  # steps that are saved up
 class Allowance:
     def __init__(self) -> None:
         self._seconds: float | None = None  # None: no step is known yet
+        self._most = 0.0
 
     def covers(self, seconds: float) -> bool:
         return self._seconds is None or self._seconds > seconds
@@ -24,11 +25,13 @@ class Allowance:
     def earn(self, seconds: float, plain_seconds: float) -> None:
         """A step took `seconds`; it would have taken plain_seconds without guesses."""
         if self._seconds is None:
+            self._most = _MOST * plain_seconds
             self._seconds = _CREDIT * plain_seconds
             return
-        most = max(self._seconds, _MOST * plain_seconds)
-        self._seconds = min(self._seconds + SHARE * seconds, most)
+        self._most = _MOST * plain_seconds
+        self._seconds = min(self._seconds + SHARE * seconds, self._most)
 
     def pay(self, seconds: float) -> None:
+        """What a try cost more than it brought; less than 0: it brought more, which is saved up."""
         if self._seconds is not None:
-            self._seconds -= max(0.0, seconds)
+            self._seconds = min(self._seconds - seconds, self._most)

@@ -30,14 +30,11 @@ class ChosenDraft(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepDrafts(msgspec.Struct, frozen=True, kw_only=True):
-    """rows:      one per row of the plan
-    seconds:   what the step is expected to take, from draft() to the last verdict
-    failed:    drafters that failed in this step
-    """
+    """rows: one per row of the plan; seconds: what the step is expected to take, from draft() to
+    the last verdict"""
 
     rows: list[ChosenDraft]
     seconds: float
-    failed: tuple[str, ...]
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):

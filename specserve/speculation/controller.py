@@ -36,7 +36,7 @@ from specserve.speculation.survival import Judged
 EXPLORE_EVERY: Final = 64  # steps
 _TRIAL_DEPTH: Final = 3
 _TRIAL_ROWS: Final = 4
-_KNOWN: Final = 200  # outcomes from which a drafter is known
+_KNOWN: Final = 100  # outcomes from which a drafter is known
 _REFRESH_EVERY: Final = 256  # steps with guesses before one without, to know what that costs
 _LONGEST_WAIT: Final = 16  # steps between two looks at what was not worth it
 _CHEAP: Final = 0.02  # of a step, all rows together
@@ -152,7 +152,7 @@ class Controller:
         if call is None:
             return None
         self._called_at[call.name] = self._step_idx
-        if call.is_trial or not self._is_known(call.name):
+        if call.is_trial or call.is_paid or not self._is_known(call.name):
             num_guesses = sum(count for _, count in call.rows)
             ladder = self._rungs(num_guesses)
             self._debt = max(0.0, ladder[num_guesses] - ladder[0])
@@ -317,9 +317,9 @@ class Controller:
         more = costs.seconds(len(rows), levels) - costs.seconds(len(call.rows), deepest)
         if room < 2 * deepest or not self._allowance.covers(more):
             return call
-        self._allowance.pay(more)
         width = _SHAPE_WIDTH[shape]
-        return Call(call.name, tuple((row, min(row.cap, room)) for row, _ in call.rows), width)
+        asked = tuple((row, min(row.cap, room)) for row, _ in call.rows)
+        return Call(call.name, asked, width, is_paid=True)
 
     def _best_tree(
         self, name: str, rows: Seq[AutoRow], reading: float

@@ -23,6 +23,7 @@ import msgspec
 _FACTOR: Final = 3.0  # further away than this an observation is cut
 _SLOW: Final = 0.05
 _DRIFT: Final = 0.002
+_SHARED: Final = 0.7
 _READING: Final = 16  # known tokens per row from which a call is one that reads
 _FAST: Final = 0.2
 
@@ -122,11 +123,16 @@ class VerifyCosts:
         expected = self.seconds(num_tokens, num_logits, attended)
         level = self._levels[self._class[num_tokens]]
         ratio = seconds * level.value * self._speed.value / max(expected, 1e-9)
+        before = level.value
         level.add(ratio)
         self._speed.add(ratio / level.value)
-        # What is not seen any more drifts to what is, so that it will be tried again.
+        # A size that is not seen follows the one that is, for the most part: more likely the
+        # machine has changed than that size alone. And in the long run altogether, so that what
+        # was once found too dear will be tried again.
+        follow = 1.0 + _SHARED * (level.value / before - 1.0)
         for other in self._levels:
             if other is not level:
+                other.value *= follow
                 other.value += _DRIFT * (level.value - other.value)
 
     def observe_choosing(self, num_emitted: int, seconds: float) -> None:

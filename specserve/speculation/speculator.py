@@ -31,6 +31,7 @@ from specserve.speculation.controller import Controller
 from specserve.speculation.costs import UNMEASURED, Profile, RobustMean
 from specserve.speculation.offers import AutoRow, Call
 from specserve.speculation.panel import Panel
+from specserve.speculation.recording import Recording
 from specserve.speculation.survival import Judged
 from specserve.types import RowPlan
 
@@ -58,15 +59,18 @@ class Speculator:
         profile: Profile = UNMEASURED,
         itl_target: float | None = None,
         sharpness: float | None = None,
+        recording: Recording | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """vocab_size: a guess beyond it (a drafter's padding) ends its draft
 
         itl_target: seconds a step should stay below, as far as guesses have a say in it
         sharpness:  beta of drafters with logits; None: learned
+        recording:  where choices are kept for hindsight
         """
         self._panel = Panel(drafters, vocab_size=vocab_size)
         self._clock = clock
+        self._recording = recording
         self.beliefs = Beliefs(self._panel.names, profile, sharpness=sharpness)
         self._is_model = {name: self._panel.is_model(name) for name in self._panel.names}
         self._controller = Controller(self.beliefs, self._is_model, itl_target=itl_target)
@@ -85,6 +89,11 @@ class Speculator:
     def hidden_layers(self) -> tuple[int, ...]:
         """Every layer whose incoming residual stream some drafter wants to see, ascending."""
         return self._panel.hidden_layers
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Drafters that failed since the last draft() began, once per failure."""
+        return tuple(self._panel.failed)
 
     # ---- draft ---------------------------------------------------------------------------
 
@@ -106,7 +115,7 @@ class Speculator:
         seconds = own + self._draft_seconds + costs.per_emitted * facts.emitted
         if facts.num_tokens:
             seconds += costs.seconds(facts.num_tokens, facts.num_logits, facts.attended)
-        return StepDrafts(rows=chosen, seconds=seconds, failed=tuple(self._panel.failed))
+        return StepDrafts(rows=chosen, seconds=seconds)
 
     def _begin(self, rows: Seq[RowPlan]) -> None:
         self._step_idx += 1
@@ -153,6 +162,9 @@ class Speculator:
             self._carry_out(model, rows, chosen)
             controller.fixed_seconds = self._fixed_seconds
         nodes, _ = controller.admit(auto)
+        if self._recording is not None:
+            costs = self.beliefs.verify_costs
+            self._recording.add(self._facts, auto, nodes, costs, self._fixed_seconds)
         for row in auto:
             mine = nodes.get(row.idx)
             if mine is None or row.judged is None:
