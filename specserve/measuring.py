@@ -17,7 +17,7 @@ from specserve.speculation.costs import Profile, SizeCost
 from specserve_kernels.interface import PagedBatch
 
 # By what is most worth knowing: later ones are left out where the machine is too slow for them.
-SIZES: Final = (1, 16, 8, 4, 32, 2, 17, 24, 12, 64, 33, 48, 128, 65, 96, 256)
+SIZES: Final = (1, 16, 8, 4, 32, 2, 17, 24, 12, 64, 33, 48, 128, 65, 96, 256, 192, 512)
 _LEAST: Final = 4  # sizes that are measured however long it takes
 _WITH_ONE: Final = (8, 16, 32, 64, 128)  # measured with one row of logits, too
 _ROUNDS: Final = 4

@@ -60,7 +60,7 @@ class CostTable:
         return self.base + tiles * self.per_tile + num_tokens * self.per_token
 
     def profile(self, wrong_by: float = 1.0) -> Profile:
-        sizes = (1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
+        sizes = (1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 192, 256, 257, 384, 512)
         return Profile(
             tuple(
                 SizeCost(m, self.seconds(m) * wrong_by, self.seconds(m) * wrong_by) for m in sizes
@@ -98,8 +98,9 @@ class WorldDrafter:
         if row.max_tokens == 0:
             return NO_DRAFT
         start, token_ids, scores = len(row.history), [], []
-        # Where siblings are allowed they take places, and this drafter knows of none.
-        for depth in range(-(-row.max_tokens // row.width)):
+        # Of a model's tree siblings take places; here they are left out, for none would be right.
+        width = row.width if self.keeps_kv else 1
+        for depth in range(-(-row.max_tokens // width)):
             rate = self.rate(row.seq_id, start + depth, depth + 1, self.step_idx)
             right = self.rng.random() < rate
             token_ids.append(truth(row.seq_id, start + depth) + (not right))

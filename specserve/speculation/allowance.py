@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 SHARE: Final = 0.005
-_CREDIT: Final = 5  # steps
-_MOST: Final = 10  # steps that are saved up
+_CREDIT: Final = 4  # steps
+_MOST: Final = 6  # steps that are saved up
 
 
 class Allowance:

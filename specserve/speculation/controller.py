@@ -73,7 +73,7 @@ class Controller:
         self._wait = dict.fromkeys(is_model, 1)
         self._called_at = dict.fromkeys(is_model, -EXPLORE_EVERY)
         self._since_plain = 0
-        self._num_chains = 0
+        self._num_chains = self._num_trees = 0
         self.fixed_seconds = 0.0  # of this step: host, drafts made, this controller
 
     # ---- the step --------------------------------------------------------------------------
@@ -300,7 +300,9 @@ class Controller:
         best = (call, won.goodput) if depths else (None, 0.0)
         tree = self._best_tree(name, rows, sum(reading))
         if tree is not None and tree[1] > best[1]:
-            return tree
+            self._num_trees += 1
+            is_check = self._num_trees % _TREE_EVERY == 0 and best[0] is not None
+            return best if is_check else tree  # what chains are worth must not be forgotten
         return (self._as_tree(best[0], rows), best[1]) if best[0] is not None else best
 
     def _as_tree(self, call: Call, rows: Seq[AutoRow]) -> Call:
@@ -337,12 +339,13 @@ class Controller:
             if beliefs.survival[name].num_of_shape(shape) < _SHAPE_KNOWN:
                 continue
             emitted = facts.emitted
+            num_steps = max(1, round(beliefs.tree_depth[name][shape].value))
             for row, size in zip(rows, sizes, strict=True):
                 habit = self._track(row, name).habit.bin
+                deepest = min(size, num_steps)
                 emitted += sum(
-                    beliefs.survival[name].marginal(habit, size, shape, hopeless=HOPELESS)
+                    beliefs.survival[name].marginal(habit, deepest, shape, hopeless=HOPELESS)
                 )
-            num_steps = round(beliefs.tree_depth[name][shape].value)
             seconds = (
                 self.fixed_seconds
                 + reading
