@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from specserve.config import EngineConfig
-from specserve.drafting import Draft, Drafter, DraftRow
+from specserve.drafting import Draft, Drafter, DraftRow, Outcome
 from specserve.models.decoder import Decoder
 from specserve_drafts import DRAFTERS, DrafterResources, Script, Truth, recorded
 from tests.tiny_heads import parts_of, tiny_head
@@ -45,6 +45,39 @@ def make_guesser(
         head=tiny_head(name, model) if name in HEADS else None,
     )
     return DRAFTERS["scripted" if name == "tree" else name](resources)
+
+
+class _Failing:
+    """Another drafter, of whose calls every n-th raises or returns nonsense, in turn."""
+
+    def __init__(self, inner: Drafter, every: int) -> None:
+        self.name, self.keeps_kv, self.hidden_layers = (
+            inner.name,
+            inner.keeps_kv,
+            inner.hidden_layers,
+        )
+        self._inner = inner
+        self._every = every
+        self._num_calls = 0
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        drafts = self._inner.propose(rows)
+        self._num_calls += 1
+        if self._num_calls % self._every:
+            return drafts
+        if self._num_calls // self._every % 2:
+            raise ZeroDivisionError("a guesser's own bug")
+        return [Draft(token_ids=(1, 2), parents=(0, 1))] * len(rows)
+
+    def observe(self, outcomes: Seq[Outcome]) -> None:
+        self._inner.observe(outcomes)
+
+    def forget(self, seq_id: int) -> None:
+        self._inner.forget(seq_id)
+
+
+def failing(inner: Drafter, *, every: int) -> Drafter:
+    return _Failing(inner, every)
 
 
 def _branching(truth: Truth, vocab_size: int) -> Script:

@@ -19,7 +19,7 @@ from specserve.drafting import Drafter
 from specserve.models.decoder import Decoder
 from specserve.types import SamplingParams, Speculation, TokenChunk
 from tests.engines import serving
-from tests.guessers import GUESSERS, make_guesser
+from tests.guessers import GUESSERS, every_guesser, failing, make_guesser
 from tests.tiny_models import tiny_decoder
 
 NUM_TOKENS = 18
@@ -200,6 +200,53 @@ async def test_every_request_of_a_mixed_batch_replays_and_speculation_may_change
             )
             rest = await served.collect(request)
             assert rest.token_ids == expected[idx][cut:]
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+async def test_text_is_the_same_whoever_is_chosen_and_however_often_they_fail(
+    temperature: float,
+) -> None:
+    """Drafter, K and width are the controller's choice in each step; every third call fails."""
+    truth = await truth_of(temperature)
+    expected = await plain_ids(temperature)
+    used: set[str] = set()
+    for batch, chunk, cache, pool, fails in (
+        (1, 64, False, 512, False),
+        (8, 3, True, SMALL_POOL, False),
+        (8, 64, True, 512, True),
+        (3, 5, False, SMALL_POOL + 8, True),
+    ):
+        config = a_config(chunk=chunk, cache=cache, pool=pool)
+        drafters = every_guesser(model(), truth, config)
+        if fails:
+            drafters = {name: failing(drafter, every=3) for name, drafter in drafters.items()}
+        chunks = await texts(
+            config,
+            temperature,
+            drafters=drafters,
+            speculation=Speculation(drafter="auto", max_draft_tokens=7),
+            batch=batch,
+        )
+        setting = f"batch {batch}, chunk {chunk}, cache {cache}, pool {pool}, fails {fails}"
+        assert [chunk.token_ids for chunk in chunks] == expected, setting
+        used |= {name for chunk in chunks if chunk.stats for name in chunk.stats.drafters}
+    assert len(used) >= 3, "there was nothing to choose"
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("guesser", ["draft_model", "eagle3", "medusa"])
+async def test_trees_of_every_width_leave_the_text_alone(guesser: str, width: int) -> None:
+    truth = await truth_of(0.7)
+    expected = await plain_ids(0.7)
+    config = a_config(chunk=7, cache=True, pool=SMALL_POOL + 12)
+    chunks = await texts(
+        config,
+        0.7,
+        drafters={guesser: make_guesser(guesser, model(), truth, config)},
+        speculation=Speculation(drafter=guesser, max_draft_tokens=9, draft_width=width),
+    )
+    assert [chunk.token_ids for chunk in chunks] == expected
+    assert sum(chunk.stats.num_draft_tokens for chunk in chunks if chunk.stats) > 50
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
