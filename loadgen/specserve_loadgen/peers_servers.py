@@ -93,7 +93,7 @@ def _ours(serve: Sequence[str], auto: Sequence[str]) -> list[Server]:
     common = ("--port", "{port}", "--served-model-name", MODEL_NAME, "--no-prefix-caching")
     precisions: tuple[Precision, ...] = ("int8", "bf16")
     modes: tuple[tuple[Speculation, tuple[str, ...]], ...] = (
-        ("off", ("--drafters", "none", "--draft-tokens", "0")),
+        ("off", ("--drafters", "none", "--speculation", "off")),
         ("on", tuple(auto)),
     )
     return [
