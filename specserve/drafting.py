@@ -82,8 +82,13 @@ def chain(
     )
 
 
+_CHAINS: Final = tuple(tuple(range(-1, length - 1)) for length in range(64))
+
+
 def is_chain(draft: Draft) -> bool:
-    return draft.parents == tuple(range(-1, len(draft.parents) - 1))
+    length = len(draft.parents)
+    straight = _CHAINS[length] if length < len(_CHAINS) else tuple(range(-1, length - 1))
+    return draft.parents == straight
 
 
 def leading(draft: Draft, num_nodes: int) -> Draft:
@@ -126,14 +131,21 @@ def fault_of(draft: Draft) -> str | None:
         return f"{len(draft.token_ids)} token ids but {len(draft.probs)} rows of probs"
     if draft.scores and len(draft.scores) != len(draft.token_ids):
         return f"{len(draft.token_ids)} token ids but {len(draft.scores)} scores"
-    if not all(0.0 <= score <= _ONE for score in draft.scores):  # NaN fails, too
+    if draft.scores and not _in_unit_range(draft.scores):
         return f"scores {draft.scores} must lie in [0, 1]"
+    if is_chain(draft) and set(map(type, draft.token_ids)) <= {int}:
+        return None  # nearly always; what follows finds out what is wrong
     for idx, (token_id, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
         if not isinstance(token_id, int) or not isinstance(parent, int):
             return f"guess {idx} has token id {token_id!r} and parent {parent!r}"
         if not -1 <= parent < idx:
             return f"guess {idx} has parent {parent}, which does not come before it"
     return None
+
+
+def _in_unit_range(scores: Seq[float]) -> bool:
+    total = sum(scores)
+    return min(scores) >= 0.0 and max(scores) <= _ONE and total == total  # NaN equals nothing
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

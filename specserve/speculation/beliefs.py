@@ -49,6 +49,7 @@ class Beliefs:
             name: [RobustMean(_FIRST_DEPTH, 0.1, weight=1) for _ in range(NUM_SHAPES)]
             for name in known
         }
+        self.decided: set[str] = set()  # drafters that are decided about before they are called
         self._tracks: dict[int, dict[str, Track]] = {}
 
     def track(self, seq_id: int, name: str) -> Track:
@@ -70,6 +71,7 @@ class Beliefs:
         """Walk what was emitted through what was proposed; whether the first guess was right."""
         survival, habit = self.survival[name], self.track(seq_id, name).habit
         token_ids, parents, cells = judged.draft.token_ids, judged.draft.parents, judged.cells
+        is_decided = name in self.decided
         shape = MARGINAL + (0 if width == 1 else 1 if width == 2 else 2)
         node, depth, first = -1, 1, None
         extended: bool | None = None
@@ -83,10 +85,11 @@ class Beliefs:
                 first = right if depth == 1 else first
             extended = right
             if right:
-                survival.learn(survival.cell(shape, judged.habit, depth), True)
+                if is_decided:
+                    survival.learn(survival.cell(shape, judged.habit, depth), True)
                 node, depth, extended = idx, depth + 1, None
                 if depth > len(emitted):
                     break
-        if extended is False:
+        if extended is False and is_decided:
             survival.learn(survival.cell(shape, judged.habit, depth), False)
         return first

@@ -73,6 +73,7 @@ class Controller:
         self._wait = dict.fromkeys(is_model, 1)
         self._called_at = dict.fromkeys(is_model, -EXPLORE_EVERY)
         self._since_plain = 0
+        self._most_chosen = 8.0  # guesses of one row in one step, lately
         self._num_chains = self._num_trees = 0
         self.fixed_seconds = 0.0  # of this step: host, drafts made, this controller
 
@@ -100,7 +101,8 @@ class Controller:
                 continue
             asked = [row for row in rows if self._is_due(self._track(row, name), each)]
             if asked:
-                calls.append(Call(name, tuple((row, row.cap) for row in asked), width))
+                most = int(2 * self._most_chosen) + 2  # what stands behind is hardly ever chosen
+                calls.append(Call(name, tuple((row, min(row.cap, most)) for row in asked), width))
         return calls
 
     def took(self, call: Call, judged: Seq[Judged]) -> None:
@@ -127,6 +129,7 @@ class Controller:
         if self._is_refresh or not rows:
             return None
         costly = [name for name in names if not self._is_cheap(name, self._cost(name, rows), None)]
+        self._beliefs.decided.update(costly)
         due = [
             name
             for name in costly
@@ -183,8 +186,10 @@ class Controller:
         won = self._race([-chance for chance, _, _ in open_nodes])
         for _, at, node in open_nodes[: won.num_chosen]:
             chosen.setdefault(rows[at].idx, []).append(node)
+        self._most_chosen *= 0.95
         for nodes in chosen.values():
             nodes.sort()
+            self._most_chosen = max(self._most_chosen, float(len(nodes)))
         self._since_plain = self._since_plain + 1 if chosen else 0
         self._seconds_per_token = 1.0 / won.goodput
         return chosen, won
@@ -250,7 +255,7 @@ class Controller:
         if len(self._ladder) <= most:
             facts = self._facts
             self._ladder = self._beliefs.verify_costs.ladder(
-                facts.num_tokens, facts.num_logits, facts.attended, facts.context, most
+                facts.num_tokens, facts.num_logits, facts.attended, facts.context, max(most, 40)
             )
         return self._ladder
 

@@ -204,10 +204,10 @@ class Speculator:
         judged: Judged,
     ) -> None:
         """Let row idx verify these nodes of a draft."""
-        kv_lens = chosen[idx].kv_lens
+        kv_lens, reason, fed = chosen[idx].kv_lens, chosen[idx].reason, 0
         if self._panel.keeps_kv(name):
             kv_lens = {**kv_lens, name: draft.kv_len}
-        reason = chosen[idx].reason
+            fed = num_fed(row, draft)
         expected = sum(judged.chances[node] for node in nodes if node < len(judged.chances))
         kept = pruned(draft, nodes)
         chosen[idx] = ChosenDraft(
@@ -216,7 +216,7 @@ class Speculator:
             expected=expected,
             reason="" if nodes else reason or "no_proposal",
             kv_lens=kv_lens,
-            num_fed=num_fed(row, draft),
+            num_fed=fed,
         )
         self._facts.num_tokens += len(nodes)
         self._facts.num_logits += len(nodes)
@@ -251,8 +251,10 @@ class Speculator:
             answers[idx] = draft, judged
             if not judged.chances:
                 continue
-            num_steps = max(num_steps, _depth(draft))
-            teaches = row.request.verify == "replay" and row.request.params.temperature > 0
+            teaches = False
+            if self._is_model[name]:
+                num_steps = max(num_steps, _depth(draft))
+                teaches = row.request.verify == "replay" and row.request.params.temperature > 0
             proposed = _Proposed(name, judged, width, beta if teaches else 0.0)
             self._proposed.setdefault(row.seq_id, []).append(proposed)
         self._learn_cost(name, draft_rows, width, num_steps, seconds)
