@@ -34,7 +34,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     threads: Annotated[int, _help("threads for tensor work; 0: one per core")] = 0
     drafters: Annotated[
         str, _help("guessers to load, by comma: suffix, ngram, draft_model:PATH; none: nobody")
-    ] = "ngram"
+    ] = "suffix,ngram"
     speculation: Annotated[
         SpeculationMode,
         _help(

@@ -17,6 +17,7 @@ from specserve_drafts.ngram import make_ngram
 from specserve_drafts.none import make_none
 from specserve_drafts.resources import DrafterResources, Script, Truth, recorded
 from specserve_drafts.scripted import make_scripted
+from specserve_drafts.suffix import make_suffix
 
 __all__ = [
     "DRAFTERS",
@@ -29,6 +30,7 @@ __all__ = [
 
 DRAFTERS: Final[dict[str, Callable[[DrafterResources], Drafter]]] = {
     "none": make_none,
+    "suffix": make_suffix,
     "ngram": make_ngram,
     "draft_model": make_draft_model,
     "pard": make_pard,
