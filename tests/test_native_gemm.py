@@ -10,10 +10,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from specserve.models.quantize import mix_rows
 from specserve_kernels.native_library import why_not
 from tests.native_products import (
     ADD,
@@ -56,6 +58,7 @@ def numbers(*shape: int, seed: int = 0) -> Floats:
 
 def quantised(rows: Floats) -> tuple[NDArray[np.int64], Floats]:
     """Whole numbers in -127..127 and the scale of each row (rows of zeros: zeros, scale 0)."""
+    rows = mix_rows(torch.from_numpy(rows)).numpy()
     amax = np.abs(rows).max(axis=1)
     inverse = np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=amax > 0)
     return np.rint(rows * inverse[:, None]).astype(np.int64), amax / np.float32(127)

@@ -5,6 +5,10 @@ scale = amax / 127 and round-to-nearest-even, so that
 
     out[m, n] = float(sum over k of xq[m, k] * wq[n, k]) * row_scale[m] * column_scale[n]
 
+Before that, blocks of 64 inputs of rows and weights alike are multiplied by one orthogonal matrix
+(`mix_rows`), which changes no product and spreads outliers, so that they no longer set the scale of
+their whole row (the idea of QuaRot, arXiv 2404.00456, with a block small enough to be free).
+
 The sum is of integers and exact, hence without an order; the two products are taken in fp32 from
 left to right. So no bit of a row depends on its batch mates, and every right implementation gives
 the same bits. No clipping: |x| <= amax by definition. An activation scale per tensor instead of per
@@ -16,20 +20,37 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+BLOCK = 64  # inputs that are mixed
 LARGEST = 127  # -128 is not used: symmetric, and |product| <= 127 * 127
 LEAST_AMAX = 2.0**-120  # below it 127 / amax may overflow: such a row counts as zeros
 # 1040 products of at most 127 * 127 stay below 2**24: each partial sum is an exact fp32.
 _EXACT_FP32_TERMS = 1024
 
 
+def mix_rows(x: Tensor) -> Tensor:
+    """x [M, k] -> fp32 [M, k padded to 64]: each block of 64 times Hadamard's matrix / 8.
+
+    Six rounds of sums and differences in one order: the same bits as in native/gemm_mix.h.
+    """
+    num_rows, width = x.shape
+    mixed = F.pad(x.to(torch.float32), (0, -width % BLOCK)) * BLOCK**-0.5
+    for distance in (1, 2, 4, 8, 16, 32):
+        low, high = mixed.reshape(num_rows, -1, 2, distance).unbind(2)
+        mixed = torch.stack([low + high, low - high], dim=2)
+    return mixed.reshape(num_rows, -1)
+
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, k] any float -> int8 [M, k] and fp32 scales [M]; x is about ints * scales.
+    """x [M, k] any float -> int8 [M, k padded to 64] and fp32 scales [M].
+
+    `mix_rows(x)` is about ints * scales.
 
     A row with NaN or Inf is zeros with a NaN scale: all that is computed from it is NaN.
     """
-    wide = x.to(torch.float32)
+    wide = mix_rows(x)
     amax = wide.abs().amax(dim=1)  # [M], NaN where the row holds one
     is_usable = (amax >= LEAST_AMAX) & amax.isfinite()
     # Not LARGEST / amax: torch takes that as a reciprocal times 127, another rounding, and half of

@@ -44,8 +44,8 @@ size_t packed_bytes(DType dtype, int64_t n, int64_t k);
 // src [n, k] row-major f32 -> dst; scales [n] is written for I8: amax / 127, symmetric.
 void pack(DType dtype, int64_t n, int64_t k, const float* src, void* dst, float* scales);
 
-// Rows in the form their gemm reads: int8 with one scale per row (amax / 127, round to nearest
-// even), or bf16 (round to nearest even), or f32. k is padded with zeros. An int8 row of zeros (or
+// Rows in the form their gemm reads: int8 with one scale per row (mixed as gemm_mix.h says, weights
+// too; then amax / 127, round to nearest even), or bf16 (round to nearest even), or f32. k is padded with zeros. An int8 row of zeros (or
 // all below 2^-120) has scale 0; one with NaN or Inf has scale NaN, which makes its outputs NaN.
 size_t prepared_bytes(DType dtype, int64_t num_rows, int64_t k);
 // `prepared` is 64-byte aligned. Whoever prepares the last row also zeroes the padding behind it.

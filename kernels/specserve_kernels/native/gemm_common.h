@@ -6,13 +6,14 @@
 // may vectorise them as it likes and no bit depends on the vector length or on the lane.
 #pragma once
 #include <cstring>
+#include <vector>
 
 #include "gemm_kernels.h"
+#include "gemm_mix.h"
 
 namespace specserve {
 namespace {
 
-constexpr int LANES = 16;
 // 1.5 * 2^23: adding it to |v| < 2^22 rounds v to an integer, ties to even, in the low bits.
 constexpr float ROUNDER = 12582912.0f;
 constexpr int32_t ROUNDER_BITS = 0x4b400000;
@@ -60,19 +61,22 @@ inline void quantise64(const float* x, float inverse, int8_t* q) {
   }
 }
 
-// One row to int8, in blocks of 64 that lie `block_stride` bytes apart. Returns the scale.
+// One row to int8, mixed in blocks of 64, which lie `block_stride` bytes apart. Returns the scale.
 inline float quantise_row(const float* x, int64_t k, int8_t* q, int64_t block_stride) {
-  const RowScale by = row_scale(x, k);
-  const int64_t num_whole = k / 64;
-  if (by.inverse == 0.0f) {
-    for (int64_t b = 0; b < round_up(k, 64) / 64; ++b) std::memset(q + b * block_stride, 0, 64);
-    return by.scale;
+  thread_local std::vector<float> scratch;
+  const int64_t padded = round_up(k, MIXED);
+  if (static_cast<int64_t>(scratch.size()) < padded) scratch.resize(static_cast<size_t>(padded));
+  float* mixed = scratch.data();
+  for (int64_t i = 0; i < padded; i += MIXED) {
+    mix(x + i, k - i < MIXED ? k - i : MIXED, mixed + i);
   }
-  for (int64_t b = 0; b < num_whole; ++b) quantise64(x + b * 64, by.inverse, q + b * block_stride);
-  if (k % 64 != 0) {
-    alignas(64) float tail[64] = {};
-    std::memcpy(tail, x + num_whole * 64, static_cast<size_t>(k % 64) * sizeof(float));
-    quantise64(tail, by.inverse, q + num_whole * block_stride);
+  const RowScale by = row_scale(mixed, padded);
+  for (int64_t i = 0; i < padded; i += MIXED, q += block_stride) {
+    if (by.inverse == 0.0f) {
+      std::memset(q, 0, MIXED);
+    } else {
+      quantise64(mixed + i, by.inverse, q);
+    }
   }
   return by.scale;
 }
@@ -135,11 +139,6 @@ inline void prepare_f32(const PrepareRows& p) {
     std::memset(row + num_real, 0, static_cast<size_t>(padded - num_real) * 4);
   }
 }
-
-// 16 lanes (a vector extension of gcc and clang: split where registers are shorter). Passed by
-// reference only, since the calling convention of long vectors depends on the instruction set.
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
 
 // x = exp(x), within 2 ulp, with plain multiplications and additions: x = n ln 2 + r,
 // |r| <= ln 2 / 2 (Cody and Waite's split of ln 2), a polynomial of degree 7 (Taylor: its rest is
