@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "bench", help="measure inside one process: `bench step`, `bench perplexity`"
     )
+    commands.add_parser("draft", help="`draft train`, `draft eval`: drafts for a target of yours")
     commands.add_parser("loadgen", help="load a server and measure it (see loadgen --help)")
     commands.add_parser("study", help="experiments on a server: `study never-slower`")
     commands.add_parser("trace", help="`trace export FILE --format jaeger-json -o OUT`")
@@ -93,9 +94,9 @@ def main(argv: list[str] | None = None) -> int:
         print("usage: specserve trace export FILE --format jaeger-json -o OUT", file=sys.stderr)
         return 2
     spin_briefly()
-    # Its options are beside what they measure, which imports torch.
-    parser = build_bench_parser() if arguments[:1] == ["bench"] else build_parser()
-    options = parser.parse_args(arguments)
+    options = _parser_for(arguments).parse_args(
+        arguments[1:] if arguments[:1] == ["draft"] else arguments
+    )
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
@@ -104,6 +105,17 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _parser_for(arguments: list[str]) -> argparse.ArgumentParser:
+    """Some options are beside what they belong to, which imports torch."""
+    if arguments[:1] == ["bench"]:
+        return build_bench_parser()
+    if arguments[:1] == ["draft"]:
+        from specserve.training.command import build_parser as build_draft_parser
+
+        return build_draft_parser()
+    return build_parser()
 
 
 def _options(kind: type[S], namespace: argparse.Namespace) -> S:

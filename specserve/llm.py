@@ -32,6 +32,7 @@ from specserve.types import (
     TokenChunk,
     TokenLogprobs,
 )
+from specserve_observability.recorder import Recorder
 
 T = TypeVar("T")
 Prompt = str | Seq[int]
@@ -63,8 +64,12 @@ class LLM:
     >>> llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
     """
 
-    def __init__(self, model: str = "demo", **options: object) -> None:
+    def __init__(
+        self, model: str = "demo", *, recorder: Recorder | None = None, **options: object
+    ) -> None:
         """options: the fields of options.EngineOptions, as `dtype="fp32"`, `drafters="ngram"`.
+
+        recorder: where steps and requests are recorded; None: counted only
 
         Raises ConfigError and ModelError, which say what to change.
         """
@@ -76,7 +81,7 @@ class LLM:
             chosen = msgspec.convert({"model": model, **options}, EngineOptions)
         except msgspec.ValidationError as error:
             raise ConfigError(f"an option of LLM has a wrong value: {error}") from error
-        self._built = build_engine(chosen)
+        self._built = build_engine(chosen, recorder=recorder)
         self._engine = self._built.engine
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(

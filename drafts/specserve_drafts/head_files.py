@@ -78,9 +78,26 @@ def read_checkpoint(
     try:
         if file_name and (directory / file_name).is_file():
             return config, _load(directory / file_name)
-        return config, load_weights(directory)
+        return _widened(config, load_weights(directory))
     except ModelError as error:
         raise ModelError(f"{error}. {hint}" if hint else str(error)) from error
+
+
+def _widened(
+    config: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """int8 matrices of compressed-tensors (`<name>_scale` [out, 1] beside each) as fp32."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("format") != "int-quantized":
+        return config, tensors
+    scales = {name: own for name, own in tensors.items() if name.endswith(".weight_scale")}
+    plain = {name: own for name, own in tensors.items() if name not in scales}
+    for name, scale in scales.items():
+        matrix = plain.get(name.removesuffix("_scale"))
+        if matrix is None or matrix.dtype != torch.int8 or scale.shape != (len(matrix), 1):
+            raise ModelError(f"tensor {name!r} is no scale per row of an int8 matrix")
+        plain[name.removesuffix("_scale")] = matrix.float() * scale.float()
+    return {key: own for key, own in config.items() if key != "quantization_config"}, plain
 
 
 def _load(path: Path) -> dict[str, Tensor]:

@@ -1,0 +1,212 @@
+"""An EAGLE-3 head in training (2503.01840): the public format's arithmetic, unrolled.
+
+Training-time test: a step that begins at place r first reads the target's state and then, depth by
+depth, its own output in place of it, while the text's tokens follow (a wrong guess ends a step, so
+deeper guesses only ever follow right ones). At depth k it sees the rows of the target's states up
+to its root, and its own rows since: exactly what `eagle3.py` of the drafters sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specserve.models.config import ModelConfig
+from specserve.training.layers import Params, Turn, heads, mlp, norm, random_matrix
+from specserve.training.lessons import Lesson
+from specserve.training.students import Guesses
+from specserve.training.vocabulary import known_flags, offsets
+
+ATTENTION, MLP = "midlayer.self_attn", "midlayer.mlp"
+
+
+class Eagle3Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """layer: of the one layer; its vocab_size is the target's
+
+    fc_norm, norm_output: EAGLE 3.1's norms before the fusion and on what is fed back
+    """
+
+    layer: ModelConfig
+    hidden_layers: tuple[int, ...]
+    draft_vocab_size: int
+    num_depths: int
+    fc_norm: bool = True
+    norm_output: bool = True
+
+
+class Eagle3Student:
+    kind = "eagle3"
+    reads_itself = True
+
+    def __init__(
+        self, shape: Eagle3Shape, params: Params, target_ids: Tensor, embedding: Tensor
+    ) -> None:
+        """target_ids [W] ascending; embedding [V, D], the target's, frozen."""
+        self.shape = shape
+        self.params = params
+        self.target_ids = target_ids
+        self.hidden_layers = shape.hidden_layers
+        self.num_depths = shape.num_depths
+        self._embedding = embedding
+        self._dtype = params["norm.weight"].dtype
+        self._turn = Turn(shape.layer, self._dtype)
+
+    # ---- forward -------------------------------------------------------------------------
+
+    def guesses(self, lesson: Lesson) -> Iterator[Guesses]:
+        assert lesson.states is not None
+        layer = self.shape.layer
+        num_rows = lesson.token_ids.shape[1] - 1  # T - 1 pairs (state at t, token at t + 1)
+        fused = self.fuse(lesson.states[:, :num_rows])
+        mixed, residual = self._mixed(fused, lesson.token_ids[:, 1:])
+        rows = torch.arange(num_rows, device=fused.device)
+        keys, values = self._keys_values(mixed, rows.expand(len(fused), -1))  # [B, T-1, G, H]
+        at = torch.arange(lesson.answers.shape[1], device=fused.device)
+        roots = (lesson.starts[:, None] - 1 + at).clamp(max=num_rows - 1)  # [B, R] rows
+        hidden = rows > roots[..., None]  # [B, R, T-1]
+        own: list[tuple[Tensor, Tensor]] = []
+        here = (roots[..., None]).expand(-1, -1, mixed.shape[-1])
+        mixed, residual = mixed.gather(1, here), residual.gather(1, here[..., : layer.hidden_size])
+        feedback = residual  # not yet: at depth 0 the target's own states are read
+        for depth in range(min(self.num_depths, lesson.answers.shape[1])):
+            positions = roots + depth
+            if depth:
+                following = (positions + 1).clamp(max=num_rows)
+                token_ids = lesson.token_ids.gather(1, following)
+                mixed, residual = self._mixed(feedback, token_ids)
+                own.append(self._keys_values(mixed, positions))
+            queries = self._turn(
+                heads(mixed, self.params, f"{ATTENTION}.q_proj", layer.head_dim), positions
+            )
+            seen = attend(queries, keys, values, hidden, own)
+            output = residual + F.linear(seen, self.params[f"{ATTENTION}.o_proj.weight"])
+            normed = self._norm(output, "midlayer.post_attention_layernorm")
+            output = output + mlp(normed, self.params, MLP)
+            normed = self._norm(output, "norm")
+            feedback = normed if self.shape.norm_output else output
+            documents, places = lesson.places(depth)
+            logits = F.linear(normed[documents, places - depth], self.params["lm_head.weight"])
+            yield Guesses(depth, documents, places, logits)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """[B, T, A, D] -> [B, T, H']"""
+        parts = list(states.unbind(2))
+        if self.shape.fc_norm:
+            parts = [self._norm(part, f"fc_norm.{idx}") for idx, part in enumerate(parts)]
+        fused = F.linear(torch.cat(parts, dim=-1).to(self._dtype), self.params["fc.weight"])
+        return fused.to(self._dtype)
+
+    def _mixed(self, hidden: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """h [B, n, H'], tokens [B, n] -> ([B, n, 2H'] what attention reads, [B, n, H'] residual)"""
+        embedded = F.embedding(token_ids, self._embedding).to(self._dtype)
+        embedded = self._norm(embedded, "midlayer.input_layernorm")
+        return torch.cat([embedded, self._norm(hidden, "midlayer.hidden_norm")], dim=-1), hidden
+
+    def _keys_values(self, mixed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        size = self.shape.layer.head_dim
+        keys = self._turn(heads(mixed, self.params, f"{ATTENTION}.k_proj", size), positions)
+        return keys, heads(mixed, self.params, f"{ATTENTION}.v_proj", size)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return norm(x, self.params[f"{name}.weight"], self.shape.layer.rms_norm_eps)
+
+    # ---- the public format ---------------------------------------------------------------
+
+    def config(self) -> dict[str, object]:
+        layer = self.shape.layer
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_size": layer.hidden_size,
+            "intermediate_size": layer.intermediate_size,
+            "num_attention_heads": layer.num_heads,
+            "num_key_value_heads": layer.num_kv_heads,
+            "head_dim": layer.head_dim,
+            "num_hidden_layers": 1,
+            "vocab_size": layer.vocab_size,
+            "draft_vocab_size": self.shape.draft_vocab_size,
+            "max_position_embeddings": layer.max_position_embeddings,
+            "rms_norm_eps": layer.rms_norm_eps,
+            "rope_theta": layer.rope.theta,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "eagle_aux_hidden_state_layer_ids": list(self.shape.hidden_layers),
+            "fc_norm": self.shape.fc_norm,
+            "norm_output": self.shape.norm_output,
+        }
+
+    def constants(self) -> dict[str, Tensor]:
+        return {
+            "d2t": offsets(self.target_ids),
+            "t2d": known_flags(self.target_ids, self.shape.layer.vocab_size),
+        }
+
+
+def attend(
+    queries: Tensor,  # [B, R, N, H]
+    keys: Tensor,  # [B, T, G, H]
+    values: Tensor,  # [B, T, G, H]
+    hidden: Tensor,  # [B, R, T] True: not seen
+    own: list[tuple[Tensor, Tensor]],  # keys and values [B, R, G, H] of each row's own chain
+) -> Tensor:  # [B, R, N*H]
+    num_docs, num_roots, num_heads, size = queries.shape
+    groups = keys.shape[2]
+    grouped = queries.view(num_docs, num_roots, groups, -1, size) * size**-0.5
+    fold = grouped.shape[3]
+    packed = grouped.transpose(1, 2).reshape(num_docs, groups, num_roots * fold, size)
+    scores = (packed @ keys.permute(0, 2, 3, 1)).to(queries.dtype)
+    scores = scores.view(num_docs, groups, num_roots, fold, -1)
+    scores = scores.masked_fill(hidden[:, None, :, None], -torch.inf)
+    by_root = grouped.transpose(1, 2)  # [B, G, R, fold, H]
+    diagonal = [
+        (by_root * key.transpose(1, 2)[:, :, :, None]).sum(-1, keepdim=True) for key, _ in own
+    ]
+    weights = torch.softmax(torch.cat([scores, *diagonal], dim=-1), dim=-1)
+    num_shared = keys.shape[1]
+    shared = weights[..., :num_shared].reshape(num_docs, groups, num_roots * fold, num_shared)
+    seen = (shared @ values.transpose(1, 2)).to(queries.dtype)
+    seen = seen.view(num_docs, groups, num_roots, fold, size)
+    for idx, (_, value) in enumerate(own):
+        share = weights[..., num_shared + idx, None]
+        seen = seen + share * value.transpose(1, 2)[:, :, :, None]
+    return seen.transpose(1, 2).reshape(num_docs, num_roots, num_heads * size)
+
+
+def new_eagle3_params(
+    shape: Eagle3Shape, head: Tensor, final_norm: Tensor, generator: torch.Generator
+) -> Params:
+    """fp32. The head begins as the target's own rows [W, D] and its norm as the target's [D]: what
+    is fed back is then of the target's kind, and the fusion begins as its highest state.
+    """
+    layer, num_levels = shape.layer, len(shape.hidden_layers)
+    width, inner = layer.hidden_size, layer.intermediate_size
+    query, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
+        return random_matrix(generator, rows, columns, scale)
+
+    fc = matrix(width, num_levels * width, 0.1)
+    fc[:, -width:] += torch.eye(width)
+    params = {
+        "fc.weight": fc,
+        f"{ATTENTION}.q_proj.weight": matrix(query, 2 * width),
+        f"{ATTENTION}.k_proj.weight": matrix(kv, 2 * width),
+        f"{ATTENTION}.v_proj.weight": matrix(kv, 2 * width),
+        f"{ATTENTION}.o_proj.weight": matrix(width, query, 0.5),
+        f"{MLP}.gate_proj.weight": matrix(inner, width),
+        f"{MLP}.up_proj.weight": matrix(inner, width),
+        f"{MLP}.down_proj.weight": matrix(width, inner, 0.5),
+        "midlayer.hidden_norm.weight": torch.ones(width),
+        "midlayer.input_layernorm.weight": torch.ones(width),
+        "midlayer.post_attention_layernorm.weight": torch.ones(width),
+        "norm.weight": final_norm.detach().float().clone(),
+        "lm_head.weight": head.detach().float().clone(),
+    }
+    if shape.fc_norm:
+        params |= {f"fc_norm.{idx}.weight": torch.ones(width) for idx in range(num_levels)}
+    return params
