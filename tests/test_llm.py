@@ -93,7 +93,7 @@ def test_the_model_as_its_own_draft_is_always_right(demo_model_dir: Path) -> Non
     ]
     prompts = ["Once upon a time", "Once upon a time"]
     options = {"drafters": "draft_model:demo", "speculation": "fixed", "draft_sharpness": 1.0}
-    with LLM("demo", dtype="fp32", kv_cache_gb=0.2, **options) as llm:
+    with LLM("demo", dtype="fp32", draft_dtype="fp32", kv_cache_gb=0.2, **options) as llm:
         drafted = llm.generate(prompts, params)
         plain = llm.generate(prompts, params, speculation=Speculation(drafter="none"))
     for with_draft, without in zip(drafted, plain, strict=True):
