@@ -79,10 +79,11 @@ def _llama_steps(folder: Path) -> tuple[Step, ...]:
     return (
         _venv(folder),
         *(Step(what=tool, argv=_pip(folder, "install", "-q", tool)) for tool in fetched),
+        # Not :all: from source: pip would compile the package's build tools, cmake among them.
         Step(
             what=f"sources of {LLAMA}",
             argv=_pip(
-                *(folder, "download", "-q", "--no-deps", "--no-binary", ":all:"),
+                *(folder, "download", "-q", "--no-deps", "--no-binary", LLAMA.partition("==")[0]),
                 *("-d", str(folder / "download"), LLAMA),
             ),
         ),
