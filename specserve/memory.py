@@ -58,6 +58,15 @@ def physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def give_back() -> None:
+    """Return freed memory that the allocator kept to the system, where it can."""
+    if sys.platform != "linux":
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
+    if trim is not None:
+        trim(0)
+
+
 def growth_while(work: Callable[[], None]) -> int:
     """Bytes by which the process's resident memory peaks above what it held before `work`.
 
@@ -68,10 +77,7 @@ def growth_while(work: Callable[[], None]) -> int:
         before = _peak_so_far()
         work()
         return _peak_so_far() - before
-    # Freed memory that the allocator kept would hide what the step needs of it.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
-    if trim is not None:
-        trim(0)
+    give_back()  # freed memory that the allocator kept would hide what the step needs of it
     with contextlib.suppress(OSError):  # sandboxes forbid it: then only a new highest peak shows
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak
     before = _kilobytes(status, "VmRSS")

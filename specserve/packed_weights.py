@@ -27,6 +27,7 @@ from torch import Tensor
 
 from specserve.errors import ModelError
 from specserve.files import build_directory_once, cache_root
+from specserve.memory import give_back
 from specserve.models.config import ModelConfig, RopeConfig
 from specserve.models.native import pack_model
 from specserve.weights import load_weights
@@ -64,6 +65,8 @@ def packed_weights(
     except (ModelError, OSError, SafetensorError) as error:
         say(f"packed weights are not kept, the next start packs again: {error}")
         return packed
+    packed.clear()
+    give_back()  # the copy that was just written
     _remove_older(target)
     return mapped
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from specserve_kernels import build_native
 
 ROOT = Path(__file__).parent.parent
 OURS = {
@@ -27,19 +30,52 @@ print(specserve.__file__, sum(p.numel() for p in model.parameters()))
 """
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
+def has_compiler() -> bool:
+    try:
+        build_native.find_compiler()
+    except build_native.BuildError:
+        return False
+    return True
+
+
+def build_wheel(out: Path, **environment: str) -> Path:
     subprocess.run(
         [
             *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"),
             *("--no-build-isolation", "--wheel-dir", str(out), str(ROOT)),
         ],
         check=True,
-        timeout=200,
+        timeout=250,
+        env={**os.environ, **environment},
     )
     [found] = out.glob("*.whl")
     return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def native_files(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return [name for name in archive.namelist() if "/_native/" in name]
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
+def test_a_wheel_built_with_a_compiler_carries_the_library_and_its_platform(wheel: Path) -> None:
+    name = build_native.library_path().name
+    assert native_files(wheel) == [f"specserve_kernels/_native/{name}"]
+    assert "-py3-none-" in wheel.name
+    assert not wheel.name.endswith("-any.whl")
+
+
+def test_without_a_compiler_the_wheel_is_pure_and_can_be_completed_later(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path, CXX="/no/such/compiler")
+    assert native_files(wheel) == []
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert "specserve_kernels/native/gemm.h" in archive.namelist()
 
 
 def test_the_wheel_installs_only_our_names_and_the_command(wheel: Path) -> None:

@@ -36,7 +36,7 @@ def mix_rows(x: Tensor) -> Tensor:
     Six rounds of sums and differences in one order: the same bits as in native/gemm_mix.h.
     """
     num_rows, width = x.shape
-    mixed = F.pad(x.to(torch.float32), (0, -width % BLOCK)) * BLOCK**-0.5
+    mixed = F.pad(x.to(torch.float32), (0, -width % BLOCK)) * 0.125
     for distance in (1, 2, 4, 8, 16, 32):
         low, high = mixed.reshape(num_rows, -1, 2, distance).unbind(2)
         mixed = torch.stack([low + high, low - high], dim=2)
