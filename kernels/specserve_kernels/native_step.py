@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specserve_kernels import native_library
+from specserve_kernels import huge_pages, native_library
 from specserve_kernels.interface import PagedBatch
 from specserve_kernels.native_abi import (
     PHASES,
@@ -164,6 +164,7 @@ class NativeStep:
         )
         self._keep.append(layers)
         self._workspace = _Workspace()
+        self._results = huge_pages.Recycled()
 
     def run(
         self,
@@ -198,7 +199,7 @@ class NativeStep:
             wanted = (len(input_ids), len(captured), shape.hidden_size)
             assert _is_array(states, torch.float32, *wanted), (states.shape, wanted)
         assert states is not None or not captured, "states of layers, but no buffer for them"
-        logits = torch.empty(len(rows), shape.vocab_size, dtype=torch.float32)
+        logits = self._results.empty(len(rows), shape.vocab_size)
         step = CStep(
             segments=segments,
             input_ids=input_ids.data_ptr(),

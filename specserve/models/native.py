@@ -22,6 +22,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.interface import Capture
 from specserve.models.rope import cos_sin, inverse_frequencies
 from specserve.models.take import WeightTaker
+from specserve_kernels import huge_pages
 from specserve_kernels.interface import PagedBatch
 from specserve_kernels.native_step import (
     GATE_UP_GROUP,
@@ -99,7 +100,7 @@ class NativeDecoder:
     def from_packed(
         cls, config: ModelConfig, packed: Mapping[str, Tensor], dtype: Dtype, threads: int
     ) -> NativeDecoder:
-        """packed: what `pack_model` gave, for instance mapped from a file at 64-byte offsets."""
+        """packed: what `pack_model` gave, for instance mapped from a file; it is copied."""
         decoder = cls.__new__(cls)
         decoder._start(config, packed, dtype, threads)
         return decoder
@@ -111,7 +112,7 @@ class NativeDecoder:
         self.vocab_size = config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings
         self.weight_dtype = dtype
-        self._packed = dict(packed)
+        self._packed = huge_pages.copied(packed)
         self._step = NativeStep(step_shape(config), self._packed, dtype, threads)
         self._inv_freq, self._rope_factor = inverse_frequencies(config.rope, config.head_dim)
         self._rope = self._rope_tables(min(_LEAST_POSITIONS, config.max_position_embeddings))
@@ -188,8 +189,8 @@ class NativeKVCache(KVCache):
 
     def __init__(self, step: NativeStep, num_blocks: int, block_size: int) -> None:
         keys, values = kv_shapes(step.shape, step.kv_dtype, num_blocks, block_size)
-        self.keys = torch.zeros(keys, dtype=step.kv_dtype)
-        self.values = torch.zeros(values, dtype=step.kv_dtype)
+        self.keys = huge_pages.zeros(keys, step.kv_dtype)
+        self.values = huge_pages.zeros(values, step.kv_dtype)
         self.block_size = block_size
 
     def move(self, source_slots: Seq[int], target_slots: Seq[int]) -> None:
