@@ -71,6 +71,11 @@ class Candidate(NamedTuple):
     depth: int
 
 
+def by_chance(candidate: Candidate) -> tuple[float, int]:
+    """Sorts the likeliest first, a parent before its child."""
+    return (-candidate.chance, candidate.depth)
+
+
 def race_with_calls(
     candidates: Seq[Candidate],
     ladder: Seq[float],

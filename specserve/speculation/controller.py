@@ -24,6 +24,7 @@ from specserve.speculation.admit import (
     HOPELESS,
     Candidate,
     Race,
+    by_chance,
     race,
     race_with_calls,
 )
@@ -110,10 +111,7 @@ class Controller:
         for (row, _), one in zip(call.rows, judged, strict=True):
             track = self._track(row, call.name)
             track.asked_at = self._step_idx
-            expected = one.expected
-            track.gain += 0.2 * (expected - track.gain)
-            if expected > track.gain:
-                track.wait = 1  # it found something again
+            row.asked.append(call.name)
             track.empty = 0 if one.chances else track.empty + 1
             if self._is_model[call.name] and track.empty:
                 track.ask_at = self._step_idx + (2 ** min(track.empty, 6) if track.empty > 3 else 0)
@@ -130,12 +128,8 @@ class Controller:
             return None
         costly = [name for name in names if not self._is_cheap(name, self._cost(name, rows), None)]
         self._beliefs.decided.update(costly)
-        due = [
-            name
-            for name in costly
-            if self._step_idx >= self._look_at[name]
-            and (self._is_known(name) or self._can_pay(name, rows))
-        ]
+        looked_at = [name for name in costly if self._step_idx >= self._look_at[name]]
+        due = [n for n in looked_at if self._is_known(n) or self._can_pay(n, rows)]
         best: Call | None = None
         if due:
             chances = sorted(
@@ -190,9 +184,24 @@ class Controller:
         for nodes in chosen.values():
             nodes.sort()
             self._most_chosen = max(self._most_chosen, float(len(nodes)))
+        self._note_gains(rows, chosen)
         self._since_plain = self._since_plain + 1 if chosen else 0
         self._seconds_per_token = 1.0 / won.goodput
         return chosen, won
+
+    def _note_gains(self, rows: Seq[AutoRow], chosen: Mapping[int, Seq[int]]) -> None:
+        """What asking was worth: the expected tokens of guesses that won the race."""
+        for row in rows:
+            nodes = chosen.get(row.idx, ())
+            for name in row.asked:
+                track = self._track(row, name)
+                value = 0.0
+                if name == row.name and row.judged is not None:
+                    chances = row.judged.chances
+                    value = sum(chances[node] for node in nodes if node < len(chances))
+                if value > track.gain:
+                    track.wait = 1  # it found something again
+                track.gain += 0.2 * (value - track.gain)
 
     def close(self, seconds: float, paid_seconds: float, num_accepted: int) -> None:
         """The step took `seconds`; a paid call's draft took paid_seconds of them and brought
@@ -286,7 +295,7 @@ class Controller:
                 candidates += [Candidate(s, at, depth) for depth, s in enumerate(hoped, start=1)]
             elif row.judged is not None:
                 candidates += [Candidate(s, at, 0) for s in row.judged.chances]
-        candidates.sort(key=_by_chance)
+        candidates.sort(key=by_chance)
         won = race_with_calls(
             candidates,
             self._rungs(len(candidates)),
@@ -389,7 +398,3 @@ class Controller:
             depths = tuple((row, min(row.cap, _TRIAL_DEPTH)) for row in asked)
             return Call(name, depths, is_trial=True)
         return None
-
-
-def _by_chance(candidate: Candidate) -> tuple[float, int]:
-    return (-candidate.chance, candidate.depth)

@@ -11,13 +11,25 @@ from specserve.types import RowPlan
 class AutoRow:
     """One row whose guesses are the controller's choice, during one step."""
 
-    __slots__ = ("cap", "expected", "fixed", "forced", "idx", "judged", "name", "plan", "replay")
+    __slots__ = (
+        "asked",
+        "cap",
+        "expected",
+        "fixed",
+        "forced",
+        "idx",
+        "judged",
+        "name",
+        "plan",
+        "replay",
+    )
 
     def __init__(self, idx: int, plan: RowPlan) -> None:
         self.idx = idx
         self.plan = plan
         self.cap = plan.max_draft_tokens
         self.replay = plan.request.verify == "replay"
+        self.asked: list[str] = []  # drafters
         self.name = ""
         self.judged: Judged | None = None
         self.expected = 0.0
