@@ -38,6 +38,10 @@ async def answer(request: web.Request, chat: bool, delay: float) -> web.StreamRe
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
+    # Our server's options, so that it can stand in for it.
+    for name in ("dtype", "served-model-name", "drafters", "speculation"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds before each token")
     parser.add_argument("--child", action="store_true")
     options = parser.parse_args()

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -86,6 +87,8 @@ def run_peers(options: argparse.Namespace) -> int:
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise LoadgenError(f"--json {options.json}: its folder does not exist")
     prompts = load_prompts(settings.prompts_file)
+    # As Ctrl-C: the server that runs, in a session of its own, must not outlive this process.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     report, interrupted = compare(settings, chosen, prompts, cache / "logs", options.json)
     print(render(report))
     if interrupted:
