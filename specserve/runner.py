@@ -10,20 +10,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from functools import partial
+from itertools import accumulate
 
 import msgspec
 import torch
 from torch import Tensor
 
-from specserve.drafting import Draft, Outcome, is_chain
+from specserve.drafting import NO_DRAFT, Draft, Outcome, is_chain
 from specserve.kv_cache import KVCache
 from specserve.models.interface import Capture, CausalLM
 from specserve.noise import Noise
-from specserve.sampler import RowError, logprobs
+from specserve.sampler import LogitsRow, RowError, choose, logprobs
 from specserve.speculation.chosen import ChosenDraft, Learned, kv_lens_after
 from specserve.speculation.speculator import Speculator
 from specserve.types import BatchPlan, RowPlan, RowResult, StepResult, StepTimings, TokenLogprobs
-from specserve.verifier import Verdict, verify
+from specserve.verifier import Verdict, verify, verify_replay
 from specserve_kernels.interface import PagedBatch
 
 
@@ -168,20 +169,44 @@ class ModelRunner:
     ) -> list[_Verified]:
         verified = []
         noise = Noise()  # scratch space, shared by the step's rows
+        lone = self._choose_lone(rows, num_logits, logits)
         offset = 0
-        for row, one, count in zip(rows, chosen, num_logits, strict=True):
+        for idx, (row, one, count) in enumerate(zip(rows, chosen, num_logits, strict=True)):
             mine = logits[offset : offset + count]
             offset += count
             try:
-                verified.append(self._verify_row(row, one, mine, noise))
+                verified.append(self._verify_row(row, one, mine, noise, lone.get(idx)))
             except RowError as error:  # this row's own fault: its request fails alone
                 verified.append(_Verified(RowResult(seq_id=row.seq_id, error=str(error))))
         return verified
 
+    def _choose_lone(
+        self, rows: Seq[RowPlan], num_logits: Seq[int], logits: Tensor
+    ) -> dict[int, int | RowError]:
+        """The choices of rows that sample and verify nothing, in one call: by every rule the same
+        draw. Keys are indices into rows."""
+        ends = accumulate(num_logits)
+        lone = {
+            idx: end - 1
+            for idx, (end, count) in enumerate(zip(ends, num_logits, strict=True))
+            if count == 1
+        }
+        places = [LogitsRow(rows[idx].request, rows[idx].history) for idx in lone]
+        choices = choose(logits, places, vocab_size=self._vocab_size, at=list(lone.values()))
+        return dict(zip(lone, choices, strict=True))
+
     def _verify_row(
-        self, row: RowPlan, chosen: ChosenDraft, logits: Tensor, noise: Noise
+        self,
+        row: RowPlan,
+        chosen: ChosenDraft,
+        logits: Tensor,
+        noise: Noise,
+        lone: int | RowError | None,
     ) -> _Verified:
-        """logits: [1 + len(draft), V] of this row, or [0, V] of a chunk that does not sample."""
+        """logits: [1 + len(draft), V] of this row, or [0, V] of a chunk that does not sample.
+
+        lone: what it chooses, if there are no guesses
+        """
         if not row.samples:
             return _Verified(
                 RowResult(
@@ -191,14 +216,17 @@ class ModelRunner:
                     no_draft_reason=chosen.reason,
                 )
             )
-        verdict = verify(
-            row.request,
-            row.history,
-            chosen.draft,
-            logits,
-            vocab_size=self._vocab_size,
-            noise=noise,
-        )
+        if lone is not None:
+            verdict = verify_replay([lone], NO_DRAFT)
+        else:
+            verdict = verify(
+                row.request,
+                row.history,
+                chosen.draft,
+                logits,
+                vocab_size=self._vocab_size,
+                noise=noise,
+            )
         self._compact(row, verdict.path)
         result = RowResult(
             seq_id=row.seq_id,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 from aiohttp import web
 
@@ -55,9 +57,26 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
             model_name=options.served_model_name or options.model,
             say=_say,
         )
-        return asyncio.run(_run(options, built, tracing, metrics, listener))
+        # What a loaded model consists of lives for ever: never look through it again.
+        gc.collect()
+        gc.freeze()
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(_run(options, built, tracing, metrics, listener))
     finally:
         tracing.shutdown()
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed; None: asyncio's own.
+
+    16 streams beside each other, int8, 2 cores, client included: 644-733 tokens/s with uvloop,
+    580-635 without (three rounds each, in turns).
+    """
+    try:
+        import uvloop
+    except ImportError:  # Windows has none
+        return None
+    return uvloop.new_event_loop
 
 
 def bind(host: str, port: int) -> socket.socket:

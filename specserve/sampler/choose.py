@@ -44,17 +44,23 @@ _LOWEST_LOGPROB = -9999.0  # stands for -inf, which JSON cannot carry
 
 
 def choose(
-    logits: Tensor, rows: Seq[LogitsRow], *, vocab_size: int, purpose: Purpose = Purpose.TARGET
+    logits: Tensor,
+    rows: Seq[LogitsRow],
+    *,
+    vocab_size: int,
+    purpose: Purpose = Purpose.TARGET,
+    at: Seq[int] | None = None,
 ) -> list[int | RowError]:
     """The token of every row: a pure function of (seed, position, processed logits) of that row.
 
     logits:     [L, V]
     vocab_size: ids from here on are padding and can never win
-    returns:    L token ids; a RowError where a row has nothing to choose, for its request alone
+    at:         which of the L each of `rows` reads; None: all, in order
+    returns:    a token id per row; a RowError where it has nothing to choose, for its request alone
     """
-    plain = [
-        edited(values, row) for values, row in zip(as_rows(logits, vocab_size), rows, strict=True)
-    ]
+    all_rows = as_rows(logits, vocab_size)
+    chosen_rows = all_rows if at is None else [all_rows[idx] for idx in at]
+    plain = [edited(values, row) for values, row in zip(chosen_rows, rows, strict=True)]
     usable = [values for values in plain if native_sampler.fits(values)]
     if native_sampler.available() and len(usable) == len(rows):
         pairs = zip(usable, rows, strict=True)
