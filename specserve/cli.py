@@ -124,6 +124,8 @@ def _options(kind: type[S], namespace: argparse.Namespace) -> S:
 
 
 def _serve(namespace: argparse.Namespace) -> int:
+    # Seconds where PyTorch's files are in memory, a minute and more where they come from disk.
+    print("starting: loading PyTorch", file=sys.stderr, flush=True)
     from specserve.serve import serve
 
     return serve(_options(ServeOptions, namespace))

@@ -18,7 +18,13 @@ from specserve.packed_weights import packed_weights
 from specserve.tokenizer import Tokenizer
 from specserve.weights import load_weights, read_config, resolve_model
 from specserve_drafts.head_files import TargetParts
-from specserve_kernels import NATIVE, choose_backend, make_backend, native_library
+from specserve_kernels import (
+    NATIVE,
+    choose_backend,
+    make_backend,
+    native_library,
+    why_not_native,
+)
 from specserve_kernels.native_step import DTYPE_CODES
 from specserve_kernels.native_step import Dtype as NativeDtype
 
@@ -66,7 +72,7 @@ def load_model(name: str, dtype: str, backend: str, say: Say) -> LoadedModel:
     chosen = _backend_for(dtype, backend)
     say(f"loading {name} from {path} as {dtype}, {_kernels(chosen, dtype)}")
     if chosen != NATIVE and backend == "auto" and dtype in NATIVE_DTYPES:
-        say(f"no native kernels, torch is slower: {native_library.why_not()}")
+        say(f"not with native kernels, torch is often slower: {why_not_native()}")
     config = parse_model_config(read_config(path))
     decoder: AnyDecoder
     if chosen == NATIVE:

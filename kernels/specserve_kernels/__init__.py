@@ -12,6 +12,7 @@ from collections.abc import Callable
 from specserve_kernels import native_library
 from specserve_kernels.cpu import CpuBackend
 from specserve_kernels.interface import AttentionPlan, Backend, PagedBatch
+from specserve_kernels.native_step import DTYPE_CODES
 from specserve_kernels.reference import ReferenceBackend
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
@@ -28,6 +29,7 @@ __all__ = [
     "PagedBatch",
     "choose_backend",
     "make_backend",
+    "why_not_native",
 ]
 
 
@@ -40,14 +42,20 @@ def choose_backend(name: str = "auto") -> str:
         raise ValueError(
             f"backend {name!r} does not exist: choose auto, {NATIVE}, {', '.join(BACKENDS)}"
         )
-    if name not in ("auto", NATIVE):
-        return name
-    reason = native_library.why_not()
-    if reason is None:
-        return NATIVE
-    if name == NATIVE:
+    if name == NATIVE and (reason := native_library.why_not()) is not None:
         raise ValueError(f"native kernels cannot run here: {reason}")
-    return "cpu"
+    if name != "auto":
+        return name
+    return "cpu" if why_not_native() else NATIVE
+
+
+def why_not_native() -> str | None:
+    """Why `auto` is not NATIVE in this process; None where it is."""
+    if (reason := native_library.why_not()) is not None:
+        return reason
+    if native_library.products(DTYPE_CODES["int8"]) == "portable":
+        return "the native kernels have no vector code for this CPU"
+    return None
 
 
 def make_backend(name: str = "auto") -> Backend:
