@@ -14,7 +14,7 @@ from specserve.training.answers import AnswerStore, Plan, generate
 from specserve.training.evaluate import accepted_by_position, cost_of
 from specserve.training.heldout import steps_of
 from specserve.training.lessons import Document, batches, split
-from specserve.training.losses import LOSSES, blend_of, law_of, loss_of, parts
+from specserve.training.losses import LOSSES, blend_of, law_of, log_probs_at, loss_of, parts
 from specserve.training.prompts import MAKERS, generated_prompts
 from specserve.training.vocabulary import coverage, known_flags, most_frequent, offsets
 from specserve.types import SamplingParams, SpecStats
@@ -36,6 +36,24 @@ def test_overlap_and_kl_are_those_of_the_whole_laws() -> None:
     assert torch.allclose(found.overlap, torch.minimum(p, q).sum(1))
     p = p / p.sum(1, keepdim=True)
     assert torch.allclose(found.kl, (p * (p / q).log()).sum(1))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_by_few_rows_are_those_of_plain_operations(temperature: float) -> None:
+    """More rows than are taken at a time, an entry twice in a row, and both gradients."""
+    plain = random_logits(75, 30).requires_grad_(True)
+    fast = plain.detach().clone().requires_grad_(True)
+    entries = torch.randint(30, (75, 6), generator=torch.Generator().manual_seed(0))
+    weights = random_logits(75, 6, seed=3)
+    expected = torch.log_softmax(plain / temperature, dim=1).gather(1, entries)
+    found = log_probs_at(fast, entries, temperature)
+    assert torch.allclose(found, expected)
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    assert plain.grad is not None
+    assert fast.grad is not None
+    assert torch.allclose(fast.grad, plain.grad)
+    assert torch.equal(fast, plain)  # what it was given is left as it was
 
 
 def test_a_law_knows_where_the_targets_choice_is_beyond_the_draft() -> None:
