@@ -255,6 +255,25 @@ async def test_a_busy_server_is_asked_once_and_its_retry_after_is_kept() -> None
     assert (failure.kind, failure.retry_after, num_hits) == ("http_429", "7", 1)
 
 
+@pytest.mark.parametrize(("num_drops", "kind"), [(1, None), (2, "connection_lost")])
+async def test_a_connection_closed_before_any_answer_is_tried_once_more(
+    num_drops: int, kind: str | None
+) -> None:
+    num_hits = 0
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        nonlocal num_hits
+        num_hits += 1
+        if num_hits <= num_drops:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        return await write_stream(request, *WHOLE)
+
+    failure = (await one_reply(complete)).failure
+    assert (None if failure is None else failure.kind, num_hits) == (kind, 2)
+
+
 async def test_a_silent_server_is_given_up_after_the_limit() -> None:
     failure = (await one_reply(silence, request_timeout=0.05)).failure
     assert failure is not None

@@ -159,7 +159,7 @@ class Client:
         failure: Failure | None = Failure(kind="cancelled", message="this client was stopped")
         sent = self.now()
         try:
-            failure = await self._stream(body, reply)
+            failure = await self._stream_anew_if_stale(body, reply)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             failure = Failure(kind="connection", message=_reason(error))
         except TimeoutError:
@@ -180,9 +180,24 @@ class Client:
             )
             take(record)
 
+    async def _stream_anew_if_stale(self, body: bytes, reply: Reply) -> Failure | None:
+        """A kept connection may be closed by the server while the request is on its way.
+
+        That is no failure of the server: as other clients do, ask once more where nothing came back.
+        """
+        try:
+            return await self._stream(body, reply)
+        except aiohttp.ClientConnectorError:
+            raise  # nobody listens
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            if reply.has_begun:
+                raise
+            return await self._stream(body, reply)
+
     async def _stream(self, body: bytes, reply: Reply) -> Failure | None:
         url = self._settings.url + PATHS[self._settings.endpoint]
         async with self._session.post(url, data=body, headers=self._headers) as response:
+            reply.has_begun = True
             if response.status != 200:
                 return Failure(
                     kind=f"http_{response.status}",

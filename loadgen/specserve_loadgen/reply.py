@@ -23,6 +23,7 @@ class Reply:
     """Mutable while the stream runs; written by the one task that reads it."""
 
     def __init__(self) -> None:
+        self.has_begun = False  # the response's head has come
         self.done_at: float | None = None
         self._chunks: list[Chunk] = []
         self._first_text: float | None = None
