@@ -183,7 +183,7 @@ class Client:
     async def _stream_anew_if_stale(self, body: bytes, reply: Reply) -> Failure | None:
         """A kept connection may be closed by the server while the request is on its way.
 
-        That is no failure of the server: as other clients do, ask once more where nothing came back.
+        That is no failure of the server: as other clients do, ask once more if nothing came back.
         """
         try:
             return await self._stream(body, reply)
