@@ -59,39 +59,35 @@ class Eagle3Student:
     # ---- forward -------------------------------------------------------------------------
 
     def guesses(self, lesson: Lesson) -> Iterator[Guesses]:
+        """Places are packed: products see no padding, only attention to the text does."""
         assert lesson.states is not None
-        layer = self.shape.layer
         num_rows = lesson.token_ids.shape[1] - 1  # T - 1 pairs (state at t, token at t + 1)
         fused = self.fuse(lesson.states[:, :num_rows])
         mixed, residual = self._mixed(fused, lesson.token_ids[:, 1:])
         rows = torch.arange(num_rows, device=fused.device)
-        keys, values = self._keys_values(mixed, rows.expand(len(fused), -1))  # [B, T-1, G, H]
-        at = torch.arange(lesson.answers.shape[1], device=fused.device)
-        roots = (lesson.starts[:, None] - 1 + at).clamp(max=num_rows - 1)  # [B, R] rows
-        hidden = rows > roots[..., None]  # [B, R, T-1]
-        own: list[tuple[Tensor, Tensor]] = []
-        here = (roots[..., None]).expand(-1, -1, mixed.shape[-1])
-        mixed, residual = mixed.gather(1, here), residual.gather(1, here[..., : layer.hidden_size])
+        context = Context(*self._keys_values(mixed, rows.expand(len(fused), -1)))
+        documents, roots = lesson.places(0)  # [n] each: the place a step begins at
+        at = lesson.starts[documents] - 1 + roots  # [n] its row
+        mixed, residual = mixed[documents, at], residual[documents, at]
         feedback = residual  # not yet: at depth 0 the target's own states are read
+        own: list[tuple[Tensor, Tensor]] = []
         for depth in range(min(self.num_depths, lesson.answers.shape[1])):
-            positions = roots + depth
             if depth:
-                following = (positions + 1).clamp(max=num_rows)
-                token_ids = lesson.token_ids.gather(1, following)
-                mixed, residual = self._mixed(feedback, token_ids)
-                own.append(self._keys_values(mixed, positions))
-            queries = self._turn(
-                heads(mixed, self.params, f"{ATTENTION}.q_proj", layer.head_dim), positions
-            )
-            seen = attend(queries, keys, values, hidden, own)
+                goes_on = roots + depth < lesson.num_places[documents]
+                documents, roots, at = documents[goes_on], roots[goes_on], at[goes_on]
+                own = [(key[goes_on], value[goes_on]) for key, value in own]
+                token_ids = lesson.token_ids[documents, at + depth + 1]
+                mixed, residual = self._mixed(feedback[goes_on], token_ids)
+                own.append(self._keys_values(mixed, at + depth))
+            queries = self._heads(mixed, "q", at + depth)
+            seen = context.attend(queries, documents, roots, at, own)
             output = residual + F.linear(seen, self.params[f"{ATTENTION}.o_proj.weight"])
             normed = self._norm(output, "midlayer.post_attention_layernorm")
             output = output + mlp(normed, self.params, MLP)
             normed = self._norm(output, "norm")
             feedback = normed if self.shape.norm_output else output
-            documents, places = lesson.places(depth)
-            logits = F.linear(normed[documents, places - depth], self.params["lm_head.weight"])
-            yield Guesses(depth, documents, places, logits)
+            logits = F.linear(normed, self.params["lm_head.weight"])
+            yield Guesses(depth, documents, roots + depth, logits)
 
     def fuse(self, states: Tensor) -> Tensor:
         """[B, T, A, D] -> [B, T, H']"""
@@ -102,15 +98,20 @@ class Eagle3Student:
         return fused.to(self._dtype)
 
     def _mixed(self, hidden: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """h [B, n, H'], tokens [B, n] -> ([B, n, 2H'] what attention reads, [B, n, H'] residual)"""
+        """h [..., H'], tokens [...] -> ([..., 2H'] what attention reads, [..., H'] residual)"""
         embedded = F.embedding(token_ids, self._embedding).to(self._dtype)
         embedded = self._norm(embedded, "midlayer.input_layernorm")
         return torch.cat([embedded, self._norm(hidden, "midlayer.hidden_norm")], dim=-1), hidden
 
     def _keys_values(self, mixed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         size = self.shape.layer.head_dim
-        keys = self._turn(heads(mixed, self.params, f"{ATTENTION}.k_proj", size), positions)
-        return keys, heads(mixed, self.params, f"{ATTENTION}.v_proj", size)
+        values = heads(mixed, self.params, f"{ATTENTION}.v_proj", size)
+        return self._heads(mixed, "k", positions), values
+
+    def _heads(self, mixed: Tensor, name: str, positions: Tensor) -> Tensor:
+        """[..., 2H'] at positions [...] -> turned queries or keys [..., heads, H]"""
+        size = self.shape.layer.head_dim
+        return self._turn(heads(mixed, self.params, f"{ATTENTION}.{name}_proj", size), positions)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return norm(x, self.params[f"{name}.weight"], self.shape.layer.rms_norm_eps)
@@ -148,34 +149,43 @@ class Eagle3Student:
         }
 
 
-def attend(
-    queries: Tensor,  # [B, R, N, H]
-    keys: Tensor,  # [B, T, G, H]
-    values: Tensor,  # [B, T, G, H]
-    hidden: Tensor,  # [B, R, T] True: not seen
-    own: list[tuple[Tensor, Tensor]],  # keys and values [B, R, G, H] of each row's own chain
-) -> Tensor:  # [B, R, N*H]
-    num_docs, num_roots, num_heads, size = queries.shape
-    groups = keys.shape[2]
-    grouped = queries.view(num_docs, num_roots, groups, -1, size) * size**-0.5
-    fold = grouped.shape[3]
-    packed = grouped.transpose(1, 2).reshape(num_docs, groups, num_roots * fold, size)
-    scores = (packed @ keys.permute(0, 2, 3, 1)).to(queries.dtype)
-    scores = scores.view(num_docs, groups, num_roots, fold, -1)
-    scores = scores.masked_fill(hidden[:, None, :, None], -torch.inf)
-    by_root = grouped.transpose(1, 2)  # [B, G, R, fold, H]
-    diagonal = [
-        (by_root * key.transpose(1, 2)[:, :, :, None]).sum(-1, keepdim=True) for key, _ in own
-    ]
-    weights = torch.softmax(torch.cat([scores, *diagonal], dim=-1), dim=-1)
-    num_shared = keys.shape[1]
-    shared = weights[..., :num_shared].reshape(num_docs, groups, num_roots * fold, num_shared)
-    seen = (shared @ values.transpose(1, 2)).to(queries.dtype)
-    seen = seen.view(num_docs, groups, num_roots, fold, size)
-    for idx, (_, value) in enumerate(own):
-        share = weights[..., num_shared + idx, None]
-        seen = seen + share * value.transpose(1, 2)[:, :, :, None]
-    return seen.transpose(1, 2).reshape(num_docs, num_roots, num_heads * size)
+class Context:
+    """Keys and values [B, T, G, H] of the rows made of the target's states."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._keys = keys.permute(0, 2, 3, 1)  # [B, G, H, T]
+        self._values = values.transpose(1, 2)  # [B, G, T, H]
+
+    def attend(
+        self,
+        queries: Tensor,  # [n, N, H]
+        documents: Tensor,  # [n]
+        roots: Tensor,  # [n] place in its document
+        at: Tensor,  # [n] the last row of the text that a query sees
+        own: list[tuple[Tensor, Tensor]],  # keys and values [n, G, H] of each query's own chain
+    ) -> Tensor:  # [n, N*H]
+        """The text by whole documents, the chains query by query, and the two shares joined."""
+        num_docs, groups, size, num_rows = self._keys.shape
+        wide = queries.view(len(queries), groups, -1, size) * size**-0.5  # [n, G, fold, H]
+        fold = wide.shape[2]
+        most = int(roots.max()) + 1 if len(roots) else 1
+        grid = wide.new_zeros(num_docs, most, groups, fold, size)
+        grid = grid.index_put((documents, roots), wide)
+        packed = grid.transpose(1, 2).reshape(num_docs, groups, most * fold, size)
+        scores = (packed @ self._keys).to(queries.dtype).view(num_docs, groups, most, fold, -1)
+        last = at.new_zeros(num_docs, most).index_put((documents, roots), at)
+        hidden = torch.arange(num_rows, device=at.device) > last[..., None]  # [B, R, T]
+        scores = scores.masked_fill(hidden[:, None, :, None], -torch.inf)
+        mass = torch.logsumexp(scores, dim=-1, keepdim=True)  # [B, G, R, fold, 1]
+        share = torch.exp(scores - mass).view(num_docs, groups, most * fold, num_rows)
+        text = (share @ self._values).to(queries.dtype).view(num_docs, groups, most, fold, size)
+        text, mass = (part.transpose(1, 2)[documents, roots] for part in (text, mass))
+        chain = [(wide * key[:, :, None]).sum(-1, keepdim=True) for key, _ in own]
+        weights = torch.softmax(torch.cat([mass, *chain], dim=-1), dim=-1)  # [n, G, fold, 1 + d]
+        seen = weights[..., :1] * text
+        for idx, (_, value) in enumerate(own):
+            seen = seen + weights[..., idx + 1, None] * value[:, :, None]
+        return seen.reshape(len(queries), -1)
 
 
 def new_eagle3_params(

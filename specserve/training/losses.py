@@ -111,7 +111,8 @@ def loss_of(kind: str, found: Parts, blend: Tensor | None = None) -> Tensor:
 def law_of(logits: Tensor, target_ids: Tensor, num_top: int, temperature: float) -> Law:
     """From the target's logits [n, V] and the target's ids [W] of the draft's entries."""
     rows = [
-        _law_of_few(few, target_ids, num_top, temperature) for few in logits.split(_ROWS_OF_TARGET)
+        _law_of_few(few, target_ids, num_top, temperature)
+        for few in torch.split(logits, _ROWS_OF_TARGET)
     ]
     if not rows:
         return _law_of_few(logits, target_ids, num_top, temperature)
