@@ -47,6 +47,7 @@ def export(student: Student, directory: Path, form: str, tokenizer_from: Path | 
         partial,
         metadata={"format": "pt"},
     )
+    partial.chmod(0o644)  # safetensors make it private; a draft is there to be shared
     os.replace(partial, directory / "model.safetensors")
     write_json(directory / "config.json.partial", config)
     os.replace(directory / "config.json.partial", directory / "config.json")
