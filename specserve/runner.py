@@ -38,8 +38,11 @@ class PackedStep(msgspec.Struct, frozen=True):
     num_logits: list[int]  # [B]: how many of the L belong to each row
 
 
-def pack(rows: Seq[RowPlan], drafts: Seq[Draft], block_size: int) -> PackedStep:
-    """Lay rows and their guesses end to end."""
+def pack(rows: Seq[RowPlan], drafts: Seq[Draft], block_size: int, *, vocab_size: int) -> PackedStep:
+    """Lay rows and their guesses end to end.
+
+    vocab_size: a guess beyond it is padding that was drawn: it is rejected whatever stands here
+    """
     input_ids: list[int] = []
     positions: list[int] = []
     starts = [0]
@@ -52,7 +55,7 @@ def pack(rows: Seq[RowPlan], drafts: Seq[Draft], block_size: int) -> PackedStep:
         input_ids += row.history[row.start : known_end]
         positions += range(row.start, known_end)
         depths = node_depths(draft)
-        input_ids += draft.token_ids
+        input_ids += [guess if 0 <= guess < vocab_size else 0 for guess in draft.token_ids]
         positions += [known_end - 1 + depth for depth in depths]
         parents.append(None if is_chain(draft) else _segment_parents(row.num_tokens, draft))
         if row.samples:
@@ -114,7 +117,12 @@ class ModelRunner:
         drafts = self._speculator.draft(plan.rows)
         chosen = drafts.rows
         forward_start = time.time()
-        packed = pack(plan.rows, [one.draft for one in chosen], self._block_size)
+        packed = pack(
+            plan.rows,
+            [one.draft for one in chosen],
+            self._block_size,
+            vocab_size=self._vocab_size,
+        )
         states = self._new_states(len(packed.input_ids))
         logits = self._forward(packed, states)
         verify_start = time.time()

@@ -16,7 +16,7 @@ from specserve.drafting import Draft, Drafter, chain
 from specserve.errors import RequestError
 from specserve.kv_cache import KVCache
 from specserve.models.decoder import Decoder
-from specserve.types import SamplingParams, Speculation, TokenChunk
+from specserve.types import SamplingParams, Speculation, TokenChunk, VerifyRule
 from specserve_drafts import DRAFTERS, DrafterResources, Script
 from specserve_drafts.ngram import NgramDrafter
 from specserve_kernels.interface import PagedBatch
@@ -361,6 +361,52 @@ async def test_a_drafter_that_raises_costs_its_guesses_and_not_the_text() -> Non
             [after] = served.requests([1], params, name="after")  # hears of the forget
             assert (await served.collect(after)).finish_reason == "length"
     assert ids[0] == ids[1]
+
+
+VOCAB = a_model().vocab_size
+
+
+class PaddingDrafter:
+    """Always guesses an id behind the vocabulary, as one drawn from its law or as one given."""
+
+    name = "padding"
+    keeps_kv = False
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, *, is_drawn: bool) -> None:
+        self._is_drawn = is_drawn
+
+    def propose(self, rows: Seq[object]) -> list[Draft]:
+        probs = torch.zeros(1, VOCAB + 5)
+        probs[0, VOCAB + 2] = 1.0
+        return [chain([VOCAB + 2], probs=probs if self._is_drawn else None) for _ in rows]
+
+    def observe(self, outcomes: Seq[object]) -> None:
+        return
+
+    def forget(self, seq_id: int) -> None:
+        return
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("is_drawn", [True, False])
+async def test_a_padding_id_that_was_drawn_is_a_rejected_draw_and_a_given_one_no_guess(
+    rule: VerifyRule, is_drawn: bool
+) -> None:
+    drafter = PaddingDrafter(is_drawn=is_drawn)
+    async with serving(a_model(), a_config(), drafters={"padding": drafter}) as served:
+        [request] = served.requests(
+            [3, 1, 4],
+            SamplingParams(temperature=0.9, max_tokens=6, seed=4),
+            name="r",
+            speculation=Speculation(drafter="padding", max_draft_tokens=1, verify=rule),
+        )
+        result = await served.collect(request)
+    assert result.finish_reason == "length"
+    assert max(result.token_ids) < VOCAB
+    assert result.stats is not None
+    assert (result.stats.num_draft_tokens > 0) is is_drawn
+    assert result.stats.num_accepted_draft_tokens == 0
 
 
 async def test_a_slow_reader_gets_everything_merged_and_nothing_twice() -> None:

@@ -86,10 +86,14 @@ class Panel:
         return True
 
     def known_guesses(self, draft: Draft) -> Draft:
-        """The leading guesses that exist in the target's vocabulary."""
-        if not draft.token_ids or (
-            min(draft.token_ids) >= 0 and max(draft.token_ids) < self._vocab_size
-        ):
+        """The leading guesses that exist in the target's vocabulary.
+
+        Of drawn guesses all: to leave one out for what it is would bend the law. The verifier
+        rejects a padding id, as the draw that it was.
+        """
+        if not draft.token_ids or draft.probs is not None:
+            return draft
+        if min(draft.token_ids) >= 0 and max(draft.token_ids) < self._vocab_size:
             return draft
         for at, token_id in enumerate(draft.token_ids):
             if not 0 <= token_id < self._vocab_size:
