@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from specserve.loading import choose_dtype, load_model
+from specserve.models.interface import CausalLM
 from specserve.models.linear import RowInvariantLinear
+from specserve.models.native import NativeDecoder
 from specserve.models.quantize import (
     Int8Weight,
     exact_int_matmul,
@@ -20,7 +22,11 @@ from specserve.models.quantize import (
     quantize_rows,
 )
 from specserve.perplexity import score, summarise
+from specserve.types import SamplingParams, Speculation
+from specserve_drafts.draft_model import DraftModelDrafter
 from specserve_kernels import native_library
+from tests.build import a_config
+from tests.engines import serving
 from tests.native_products import I8, packed
 from tests.test_numerics import (
     Texts,
@@ -29,7 +35,7 @@ from tests.test_numerics import (
     some_sequences,
     token_by_token,
 )
-from tests.tiny_models import tiny_decoder
+from tests.tiny_models import random_weights, tiny_config, tiny_decoder
 
 needs_native = pytest.mark.skipif(
     native_library.load() is None, reason=str(native_library.why_not())
@@ -200,3 +206,41 @@ def test_int8_costs_the_demo_model_at_most_one_percent_of_perplexity(demo_model_
     ids = bf16.tokenizer.encode(text)[:2048]
     found = summarise("int8", score(int8.decoder, ids, 512), score(bf16.decoder, ids, 512))
     assert found.ratio - 2 * found.ratio_error < 1.01, found
+
+
+# ---- two models, two dtypes --------------------------------------------------------------
+
+
+async def replies(target: CausalLM, draft: CausalLM | None) -> tuple[list[tuple[int, ...]], int]:
+    """Token ids of six texts at two temperatures, and how many guesses were right."""
+    config = a_config(blocks=128, max_num_seqs=4)
+    drafters = {}
+    if draft is not None:
+        drafters["draft_model"] = DraftModelDrafter(
+            draft, vocab_size=64, num_blocks=config.num_blocks, block_size=config.block_size
+        )
+    async with serving(target, config, drafters=drafters) as served:
+        requests = []
+        for idx in range(6):
+            requests += served.requests(
+                [5 + idx, 9, 11, 5 + idx],
+                SamplingParams(temperature=0.7 * (idx % 2), max_tokens=24, seed=idx),
+                name=f"{idx}",
+                speculation=Speculation(drafter="draft_model" if draft else "none"),
+            )
+        chunks = await served.run(requests)
+    right = sum(chunk.stats.num_accepted_draft_tokens for chunk in chunks if chunk.stats)
+    return [chunk.token_ids for chunk in chunks], right
+
+
+@needs_native
+@pytest.mark.parametrize("draft_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+async def test_a_draft_of_another_dtype_guesses_for_an_int8_target_and_changes_no_text(
+    draft_dtype: torch.dtype,
+) -> None:
+    config = tiny_config()
+    target = NativeDecoder(config, random_weights(config), dtype="int8", threads=1)
+    plain, _ = await replies(target, None)
+    guessed, right = await replies(target, tiny_decoder(dtype=draft_dtype))
+    assert guessed == plain
+    assert right > 40  # the same weights: of up to 144 tokens many must be guessed
