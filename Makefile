@@ -4,6 +4,9 @@ PYTHON ?= python3
 # does not find them by itself, e.g. `make serve TORCH_INDEX=<the CPU index on PyTorch's site>`.
 TORCH_INDEX ?=
 ARGS ?=
+# Test processes side by side; each works on small tensors with one thread.
+WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python
 BIN := .venv/bin
 
 .PHONY: install native serve test test-optimized lint format clean
@@ -28,11 +31,11 @@ serve: install
 # Without the demo model its tests are skipped and say so, so that a failed pull stops nothing here.
 test: native
 	-@$(BIN)/specserve pull demo
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m pytest -n $(WORKERS) $(ARGS)
 
 test-optimized: native
 	-@$(BIN)/specserve pull demo
-	$(BIN)/python -O -m pytest $(ARGS)
+	$(PYTEST) -O -m pytest -n $(WORKERS) $(ARGS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
