@@ -103,6 +103,7 @@ async def serving(
     config: EngineConfig,
     *,
     drafters: Mapping[str, Drafter] | None = None,
+    sharpness: float | None = None,
     vocab_size: int | None = None,
     eos_ids: frozenset[int] = frozenset(),
     tokenizer: object | None = None,
@@ -110,7 +111,8 @@ async def serving(
 ) -> AsyncIterator[Served]:
     """An engine that runs while the block does; afterwards nothing of it may be left.
 
-    error: what the engine is expected to have died of
+    sharpness: of every draft; None: learned
+    error:     what the engine is expected to have died of
     """
     known = dict(drafters or {})
     size = vocab_size or model.vocab_size
@@ -119,7 +121,7 @@ async def serving(
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         vocab_size=size,
-        speculator=Speculator(known, vocab_size=size),
+        speculator=Speculator(known, vocab_size=size, sharpness=sharpness),
         hidden_size=model.config.hidden_size if isinstance(model, Decoder) else 0,
     )
     recorder = ListRecorder()

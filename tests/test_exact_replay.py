@@ -67,12 +67,13 @@ async def texts(
     *,
     drafters: Mapping[str, Drafter] | None = None,
     speculation: Speculation | None = None,
+    sharpness: float | None = None,
     batch: int = 8,
     only: Seq[int] = range(len(PROMPTS)),
 ) -> list[TokenChunk]:
     """Outputs of the prompts numbered in `only`, `batch` of them at a time."""
     done: list[TokenChunk] = []
-    async with serving(model(), config, drafters=drafters) as served:
+    async with serving(model(), config, drafters=drafters, sharpness=sharpness) as served:
         for first in range(0, len(only), batch):
             requests = []
             for idx in only[first : first + batch]:
@@ -156,6 +157,7 @@ async def test_the_settings_really_differ() -> None:
             0.7,
             drafters={guesser: make_guesser(guesser, model(), truth, a_config())},
             speculation=Speculation(drafter=guesser, max_draft_tokens=4),
+            sharpness=1.0,  # the target as its own draft is always right as it is, not sharpened
         )
         stats = [chunk.stats for chunk in chunks if chunk.stats is not None]
         drafted = sum(s.num_draft_tokens for s in stats)
