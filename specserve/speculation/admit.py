@@ -63,6 +63,15 @@ def race(
     return Race(*best)
 
 
+def net_share(won: Race, without: Race) -> float:
+    """What is left of the tokens that guesses bring once verifying them is paid for: 0 to 1."""
+    accepted = won.emitted - without.emitted
+    if accepted <= 0:
+        return 0.0
+    lost = (won.seconds - without.seconds) * without.goodput
+    return max(0.0, 1.0 - lost / accepted)
+
+
 class Candidate(NamedTuple):
     """A guess that could be had: `depth` 0 stands for one that is there already."""
 

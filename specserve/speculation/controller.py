@@ -5,8 +5,7 @@
 2. Drafters that run a model are decided about before they are called, from what such drafts were
    worth at each depth for requests that fared alike: for whom, how deep, chain or tree.
 3. All guesses race for the step (admit.py).
-What looks not worth it is still tried now and then, from an allowance of 0.5 % of the time, so that
-estimates do not freeze and trying never costs more than that.
+What looks not worth it is tried now and then, from an allowance of 0.5 % of the time.
 
 For sampled drafts under rules that need their law (rejection, block) K is fixed before the draft
 exists: to drop a guess by its own value bends the law (verification.md 2.6).
@@ -25,6 +24,7 @@ from specserve.speculation.admit import (
     Candidate,
     Race,
     by_chance,
+    net_share,
     race,
     race_with_calls,
 )
@@ -47,6 +47,7 @@ _SHAPE_WIDTH: Final = (1, 2, 4)  # children per node of the shapes in survival.p
 _MOST_TREE_ROWS: Final = 8
 _TREE_EVERY: Final = 16  # calls for chains
 _SHAPE_KNOWN: Final = 24.0  # outcomes
+_Nodes = Mapping[int, Seq[int]]  # by AutoRow.idx
 _DEEPEST: Final = 10  # of a draft whose scores are not known yet
 
 
@@ -77,6 +78,7 @@ class Controller:
         self._most_chosen = 8.0  # guesses of one row in one step, lately
         self._num_chains = self._num_trees = 0
         self.fixed_seconds = 0.0  # of this step: host, drafts made, this controller
+        self.handling = 0.0  # seconds of ours that one row's proposal costs, its making left out
 
     # ---- the step --------------------------------------------------------------------------
 
@@ -100,6 +102,7 @@ class Controller:
             each = costs.seconds(len(rows), 1) / len(rows)
             if not self._is_cheap(name, each * len(rows), step):
                 continue
+            each += self.handling
             asked = [row for row in rows if self._is_due(self._track(row, name), each)]
             if asked:
                 most = int(2 * self._most_chosen) + 2  # what stands behind is hardly ever chosen
@@ -165,8 +168,7 @@ class Controller:
                 continue
             if row.fixed or row.forced:
                 judged = row.judged
-                count = len(judged.draft.token_ids) if row.fixed else len(judged.chances)
-                nodes = list(range(count))
+                nodes = list(range(len(judged.draft.token_ids if row.fixed else judged.chances)))
                 chosen[row.idx] = nodes
                 self._facts.num_tokens += len(nodes)
                 self._facts.num_logits += len(nodes)
@@ -184,13 +186,13 @@ class Controller:
         for nodes in chosen.values():
             nodes.sort()
             self._most_chosen = max(self._most_chosen, float(len(nodes)))
-        self._note_gains(rows, chosen)
+        self._note_gains(rows, chosen, net_share(won, self._race(())))
         self._since_plain = self._since_plain + 1 if chosen else 0
         self._seconds_per_token = 1.0 / won.goodput
         return chosen, won
 
-    def _note_gains(self, rows: Seq[AutoRow], chosen: Mapping[int, Seq[int]]) -> None:
-        """What asking was worth: the expected tokens of guesses that won the race."""
+    def _note_gains(self, rows: Seq[AutoRow], chosen: Mapping[int, Seq[int]], share: float) -> None:
+        """What asking was worth: the expected tokens of guesses that won the race, net."""
         for row in rows:
             nodes = chosen.get(row.idx, ())
             for name in row.asked:
@@ -198,14 +200,13 @@ class Controller:
                 value = 0.0
                 if name == row.name and row.judged is not None:
                     chances = row.judged.chances
-                    value = sum(chances[node] for node in nodes if node < len(chances))
+                    value = sum(chances[node] for node in nodes if node < len(chances)) * share
                 if value > track.gain:
                     track.wait = 1  # it found something again
                 track.gain += 0.2 * (value - track.gain)
 
     def close(self, seconds: float, paid_seconds: float, num_accepted: int) -> None:
-        """The step took `seconds`; a paid call's draft took paid_seconds of them and brought
-        num_accepted tokens."""
+        """paid_seconds: of a paid call's draft, which brought num_accepted tokens"""
         self._allowance.earn(seconds, self._plain_seconds)
         if paid_seconds:
             brought = num_accepted * self._seconds_per_token
@@ -233,9 +234,8 @@ class Controller:
         return self._beliefs.draft_costs[name].seconds(len(rows), 1)
 
     def _is_cheap(self, name: str, seconds: float, step: float | None) -> bool:
-        if self._is_model[name]:
-            return False
-        return seconds < _CHEAP * (self._rungs(0)[0] if step is None else step)
+        bound = _CHEAP * (self._rungs(0)[0] if step is None else step)
+        return not self._is_model[name] and seconds < bound
 
     def _is_due(self, track: Track, cost: float) -> bool:
         """Whether asking is worth its cost; if not, it is asked at growing distances."""

@@ -76,6 +76,8 @@ class Speculator:
         self._controller = Controller(self.beliefs, self._is_model, itl_target=itl_target)
         self._host = RobustMean(0.0, 0.05)  # seconds between two steps
         self._own = RobustMean(0.0, 0.05)  # seconds of choosing, drafters left out
+        self._idle = RobustMean(0.0, 0.05)  # of that, in steps where nobody is asked
+        self._handling = RobustMean(0.0, 0.05)  # of that, per proposal
         self._step_idx = 0
         self._facts = StepFacts(0, 0, 0.0, 0.0, 0.0)
         self._proposed: dict[int, list[_Proposed]] = {}  # by seq_id
@@ -111,11 +113,21 @@ class Speculator:
             self._draft_by_choice(rows, auto, chosen)
         own = self._clock() - self._started - self._draft_seconds
         self._own.add(own)
+        self._note_handling(own, sum(len(row.asked) for row in auto))
         costs, facts = self.beliefs.verify_costs, self._facts
         seconds = own + self._draft_seconds + costs.per_emitted * facts.emitted
         if facts.num_tokens:
             seconds += costs.seconds(facts.num_tokens, facts.num_logits, facts.attended)
         return StepDrafts(rows=chosen, seconds=seconds)
+
+    def _note_handling(self, own: float, num_asked: int) -> None:
+        """Measured where it counts: behind a forward, Python finds none of its code in the caches,
+        and judging a proposal takes several times what a loop of it takes."""
+        if not num_asked:
+            self._idle.add(own)
+            return
+        self._handling.add(max(0.0, own - self._idle.value) / num_asked)
+        self._controller.handling = self._handling.value
 
     def _begin(self, rows: Seq[RowPlan]) -> None:
         self._step_idx += 1
