@@ -21,7 +21,7 @@ from specserve.training.export import export
 from specserve.training.lessons import Document, make_lesson, split
 from specserve.training.loop import Listener, Run, Schedule, StepReport, train
 from specserve.training.settings import TrainOptions
-from specserve.training.students import Student
+from specserve.training.students import Deep, Student
 from specserve.training.teacher import Teacher
 from specserve.weights import load_weights, read_config
 from specserve_drafts.head_files import read_checkpoint
@@ -87,6 +87,20 @@ def test_texts_of_a_batch_are_judged_as_if_alone() -> None:
         for alone in student.guesses(a_lesson([text], student.target_ids)):
             mine = together[alone.depth].documents == row
             assert torch.allclose(together[alone.depth].logits[mine], alone.logits)
+
+
+def test_places_that_go_deep_are_taught_what_they_would_be_among_all() -> None:
+    student = a_student(a_shape(), torch.float64)
+    lesson = a_lesson([(list(range(20, 37)), 4), ([7, 7, 8, 9, 1], 1)], student.target_ids)
+    everywhere = list(student.guesses(lesson))
+    for phase in range(3):
+        some = list(student.guesses(lesson, Deep(every=3, phase=phase)))
+        assert torch.equal(some[0].logits, everywhere[0].logits)  # the first guess: all places
+        for few, all_of_them in zip(some[1:], everywhere[1:], strict=True):
+            mine = (all_of_them.places - few.depth + phase) % 3 == 0
+            assert 0 < len(few.places) < len(all_of_them.places)
+            assert torch.equal(few.places, all_of_them.places[mine])
+            assert torch.allclose(few.logits, all_of_them.logits[mine])
 
 
 def test_an_int8_matrix_without_its_scales_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from specserve.models.config import ModelConfig
 from specserve.training.layers import Params, Turn, heads, mlp, norm, random_matrix
 from specserve.training.lessons import Lesson
-from specserve.training.students import Guesses
+from specserve.training.students import ALL, Deep, Guesses
 from specserve.training.vocabulary import known_flags, offsets
 
 START_SPREAD = 1.5
@@ -58,7 +58,7 @@ class Eagle3Student:
 
     # ---- forward -------------------------------------------------------------------------
 
-    def guesses(self, lesson: Lesson) -> Iterator[Guesses]:
+    def guesses(self, lesson: Lesson, deep: Deep = ALL) -> Iterator[Guesses]:
         """Places are packed: products see no padding, only attention to the text does."""
         assert lesson.states is not None
         num_rows = lesson.token_ids.shape[1] - 1  # T - 1 pairs (state at t, token at t + 1)
@@ -74,6 +74,8 @@ class Eagle3Student:
         for depth in range(min(self.num_depths, lesson.answers.shape[1])):
             if depth:
                 goes_on = roots + depth < lesson.num_places[documents]
+                if depth == 1:
+                    goes_on &= (roots + deep.phase) % deep.every == 0
                 documents, roots, at = documents[goes_on], roots[goes_on], at[goes_on]
                 own = [(key[goes_on], value[goes_on]) for key, value in own]
                 token_ids = lesson.token_ids[documents, at + depth + 1]

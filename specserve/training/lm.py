@@ -18,7 +18,7 @@ from torch import Tensor
 from specserve.models.config import ModelConfig
 from specserve.training.layers import Params, Turn, heads, mlp, norm, random_matrix
 from specserve.training.lessons import Lesson
-from specserve.training.students import Guesses
+from specserve.training.students import ALL, Deep, Guesses
 
 
 class LmStudent:
@@ -34,7 +34,7 @@ class LmStudent:
         self._dtype = params["model.norm.weight"].dtype
         self._turn = Turn(config, self._dtype)
 
-    def guesses(self, lesson: Lesson) -> Iterator[Guesses]:
+    def guesses(self, lesson: Lesson, deep: Deep = ALL) -> Iterator[Guesses]:
         """One forward: what follows a token does not depend on which step guesses it."""
         config, params = self.shape, self.params
         token_ids = lesson.token_ids[:, :-1]  # nothing follows the last

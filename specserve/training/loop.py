@@ -20,7 +20,7 @@ from specserve.training.heldout import HeldOut, judge
 from specserve.training.lessons import Document, Lesson, batches
 from specserve.training.losses import decayed, loss_of, parts
 from specserve.training.state import Position, has_state, load_state, save_state
-from specserve.training.students import Student
+from specserve.training.students import Deep, Student
 from specserve.training.teacher import Teacher
 
 BETAS, CLIP = (0.9, 0.95), 0.5
@@ -37,6 +37,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     batch_tokens: int = 2048
     loss: str = "lk"
     depth_decay: float = 0.8
+    deep_every: int = 1
     temperature: float = 0.7
     seed: int = 0
     judge_every: int = 100
@@ -161,8 +162,9 @@ class _Trainer:
         self._optimiser.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self._device)
         overlaps = []
+        deep = Deep(self._schedule.deep_every, position.step)
         with self._autocast():
-            for guesses in self._student.guesses(lesson):
+            for guesses in self._student.guesses(lesson, deep):
                 law = lesson.law_at(guesses.documents, guesses.places)
                 found = parts(guesses.logits, law, self._schedule.temperature)
                 each = loss_of(self._schedule.loss, found)

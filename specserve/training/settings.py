@@ -49,6 +49,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Annotated[int, _help("answers generated at a time")] = 64
     draft_vocab: Annotated[int, _help("eagle3: tokens that the draft can say")] = 8192
     depths: Annotated[int, _help("guesses in a row that it is taught")] = 5
+    deep_every: Annotated[
+        int, _help("eagle3: one place in so many is taught more than its first guess")
+    ] = 1
     intermediate: Annotated[
         int, _help("width inside the MLP; 0: the target's (lm: 3 x hidden)")
     ] = 0
@@ -86,9 +89,9 @@ _MAY_CHANGE = (
 )  # fmt: skip
 _LEAST: dict[str, float] = {
     "tokens": 1, "steps": 0, "minutes": 0, "max_answer": 2, "max_length": 16, "round_size": 1,
-    "max_num_seqs": 1, "draft_vocab": 1, "depths": 1, "intermediate": 0, "hidden": 16, "layers": 1,
-    "warmup_steps": 0, "batch_tokens": 1, "teacher_top": 1, "cache_gb": 0, "judge_every": 1,
-    "save_every": 1, "threads": 0,
+    "max_num_seqs": 1, "draft_vocab": 1, "depths": 1, "deep_every": 1, "intermediate": 0,
+    "hidden": 16, "layers": 1, "warmup_steps": 0, "batch_tokens": 1, "teacher_top": 1,
+    "cache_gb": 0, "judge_every": 1, "save_every": 1, "threads": 0,
 }  # fmt: skip
 
 
@@ -152,10 +155,11 @@ def begin(options: TrainOptions) -> Path:
     if not before and options.resume:
         raise ConfigError(f"--resume: {options.out} holds no training run: leave the flag out")
     free = _MAY_CHANGE if has_state(directory / "training") else (*_MAY_CHANGE, "tokens")
+    began = msgspec.structs.asdict(TrainOptions()) | before  # flags newer than the run: unset
     for name, value in msgspec.structs.asdict(options).items():
-        if name not in free and before and before.get(name) != value:
+        if name not in free and before and began[name] != value:
             raise ConfigError(
-                f"--resume: {_flag(name)} is {value!r} now and was {before.get(name)!r} when "
+                f"--resume: {_flag(name)} is {value!r} now and was {began[name]!r} when "
                 "the run began: give the old value, or begin anew with another --out"
             )
     if not before:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -18,6 +18,16 @@ class Guesses(NamedTuple):
     documents: Tensor
     places: Tensor
     logits: Tensor
+
+
+class Deep(NamedTuple):
+    """Places p with (p + phase) % every == 0."""
+
+    every: int
+    phase: int
+
+
+ALL: Final = Deep(1, 0)
 
 
 class Student(Protocol):
@@ -37,8 +47,12 @@ class Student(Protocol):
     num_depths: int
     reads_itself: bool
 
-    def guesses(self, lesson: Lesson) -> Iterator[Guesses]:
-        """Depth by depth, each time the text's own token having followed."""
+    def guesses(self, lesson: Lesson, deep: Deep = ALL) -> Iterator[Guesses]:
+        """Depth by depth, each time the text's own token having followed.
+
+        deep: which places go on behind their first guess; who does not read itself may go on with
+        all, for it costs nothing
+        """
         ...
 
     def config(self) -> dict[str, object]:
