@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,8 @@ from scipy import stats
 from torch import Tensor
 
 from specserve.drafting import Draft
-from specserve.noise import F64, Noise, Purpose, at_node, gumbel
+from specserve.noise import F64, Noise, Purpose, at_node, gumbel_of
+from specserve.runner import node_depths
 from specserve.sampler import choose, draft_choice, process_logits
 from specserve.sampler.rows import LogitsRow
 from specserve.types import Request, VerifyRule
@@ -46,6 +48,11 @@ class World:
     target: Tensor
     draft: F64
     params: Seq[dict[str, Any]]
+
+    @cached_property
+    def log_draft(self) -> F64:
+        with np.errstate(divide="ignore"):
+            return np.log(self.draft)
 
 
 def varied() -> World:
@@ -84,8 +91,9 @@ class Law:
         self._target = target
         self._known: dict[tuple[int, frozenset[int]], F64] = {}
 
-    def __call__(self, history: list[int]) -> F64:
-        key = history[-1], frozenset(history[1:])
+    def __call__(self, history: list[int], seen: frozenset[int]) -> F64:
+        """seen: the tokens behind the prompt"""
+        key = history[-1], seen
         if key not in self._known:
             row = LogitsRow(self._request, history)
             weights = process_logits(self._target[history[-1]].double()[None], [row], vocab_size=V)
@@ -102,17 +110,31 @@ class Check:
     def __init__(self) -> None:
         self._surprise = np.zeros((V, V, V))
         self._covariance = np.zeros((V, V, V, V))
+        # By the two tokens before and the law's identity: how often each token followed.
+        self._counts: dict[tuple[int, int, int], tuple[F64, list[int]]] = {}
 
     def add(self, tokens: list[int], law: Law) -> None:
+        seen = frozenset(tokens[1:2])
         for at in range(2, len(tokens)):
-            p = law(tokens[:at])
-            assert p[tokens[at]] > 0
-            before = tokens[at - 2], tokens[at - 1]
-            self._surprise[before] -= p
-            self._surprise[before][tokens[at]] += 1
-            self._covariance[before] += np.diag(p) - np.outer(p, p)
+            p = law(tokens[:at], seen)
+            token = tokens[at]
+            if token not in seen:
+                seen |= {token}
+            key = tokens[at - 2], tokens[at - 1], id(p)
+            if key not in self._counts:
+                self._counts[key] = p, [0] * V  # keeps p, so that its identity stays its own
+            self._counts[key][1][token] += 1
+
+    def _sum_up(self) -> None:
+        for (*before, _), (p, followed) in self._counts.items():
+            counts, at = np.array(followed, dtype=np.float64), tuple(before)
+            assert not counts[p == 0].any()
+            self._surprise[at] += counts - counts.sum() * p
+            self._covariance[at] += counts.sum() * (np.diag(p) - np.outer(p, p))
+        self._counts.clear()
 
     def p_value(self) -> float:
+        self._sum_up()
         statistic, freedom = 0.0, 0
         for before in np.ndindex(V, V):
             covariance, surprise = self._covariance[before], self._surprise[before]
@@ -140,28 +162,30 @@ def p_value_of(rule: VerifyRule, guess: Guesser, num_draws: int, world: World = 
         for idx in range(num_draws // (SEQUENCE_LEN - 2) // len(world.params)):
             request = a_sampling_request((0,), seed=idx + (at << 32), verify=rule, **params)
             check.add(decode(request, guess, SEQUENCE_LEN, world.target), law)
-    return check.p_value()
+    p = check.p_value()
+    print(f"{num_draws} tokens under {rule}: p = {p:.3g}")
+    return p
 
 
 # --- guessers ------------------------------------------------------------------------------------
 
-Draw = Callable[[Request, list[int], int, int, F64], list[int]]  # F64: [W] probabilities
+Draw = Callable[[Request, list[int], int, int, F64], list[int]]  # F64: [W] log-probabilities
 
 
 def drawn(shape: tuple[int, ...], draw: Draw, world: World = VARIED) -> Guesser:
-    """A draft of this shape; draw(request, history, place, num, q) draws num siblings from q.
+    """A draft of this shape; draw(request, history, place, num, log_q) draws num siblings.
 
     place: of the row that they follow, 0 for the last known token and i + 1 for guess i
     """
     probs = torch.from_numpy(world.draft.astype(np.float32))
+    families = [(p, [i for i, other in enumerate(shape) if other == p]) for p in sorted(set(shape))]
 
     def guess(request: Request, history: list[int]) -> Draft:
         tokens, contexts = [-1] * len(shape), [0] * len(shape)
-        for parent in sorted(set(shape)):
-            siblings = [idx for idx, other in enumerate(shape) if other == parent]
+        for parent, siblings in families:
             context = history[-1] if parent < 0 else tokens[parent]
             context = context if context < V else 0  # behind padding nothing matters
-            chosen = draw(request, history, parent + 1, len(siblings), world.draft[context])
+            chosen = draw(request, history, parent + 1, len(siblings), world.log_draft[context])
             for idx, token in zip(siblings, chosen, strict=True):
                 tokens[idx], contexts[idx] = token, context
         return Draft(token_ids=tuple(tokens), parents=shape, probs=probs[contexts])
@@ -169,33 +193,32 @@ def drawn(shape: tuple[int, ...], draw: Draw, world: World = VARIED) -> Guesser:
     return guess
 
 
-def top(q: F64, noise: F64, num: int) -> list[int]:
+SCRATCH = Noise()  # every read sets key and counter, so guessers may share one
+
+
+def top(log_q: F64, request: Request, position: int, purpose: Purpose, num: int) -> list[int]:
     """Gumbel-top-k: an ordered draw without replacement."""
-    with np.errstate(divide="ignore"):
-        scores = np.log(q) + noise
-    tokens: list[int] = np.argsort(-scores, kind="stable")[:num].tolist()
+    scores = log_q + gumbel_of(SCRATCH.uniform(request.seed, position, purpose, W))
+    tokens: list[int] = (-scores).argsort(kind="stable")[:num].tolist()
     return tokens
 
 
-def honestly(request: Request, history: list[int], place: int, num: int, q: F64) -> list[int]:
+def honestly(request: Request, history: list[int], place: int, num: int, log_q: F64) -> list[int]:
     """As drafters must: DRAFT noise of this step and place."""
-    position = at_node(len(history), place)
-    return top(q, gumbel(request.seed, position, Purpose.DRAFT, W), num)
+    return top(log_q, request, at_node(len(history), place), Purpose.DRAFT, num)
 
 
 def from_elsewhere() -> Draw:
     """The same draws by another generator: many times faster, and independent of all our noise."""
     rng, ready = np.random.default_rng(1), dict[tuple[bytes, int], Iterator[list[int]]]()
 
-    def stream(q: F64, num: int) -> Iterator[list[int]]:
-        with np.errstate(divide="ignore"):
-            log_q = np.log(q)
+    def stream(log_q: F64, num: int) -> Iterator[list[int]]:
         while True:
             scores = log_q + rng.gumbel(size=(4096, W))
             yield from np.argsort(-scores, axis=1, kind="stable")[:, :num].tolist()
 
-    def draw(request: Request, history: list[int], place: int, num: int, q: F64) -> list[int]:
-        return next(ready.setdefault((q.tobytes(), num), stream(q, num)))
+    def draw(request: Request, history: list[int], place: int, num: int, log_q: F64) -> list[int]:
+        return next(ready.setdefault((log_q.tobytes(), num), stream(log_q, num)))
 
     return draw
 
@@ -265,25 +288,24 @@ def test_the_draft_models_own_proposals_follow_the_target() -> None:
 
 
 def by_accept_noise(
-    request: Request, history: list[int], place: int, num: int, q: F64
+    request: Request, history: list[int], place: int, num: int, log_q: F64
 ) -> list[int]:
     """The uniform of the coin chooses the guess."""
-    u = Noise().accept_uniform(request.seed, at_node(len(history), place))
-    return [int(np.searchsorted(np.cumsum(q), u))]
+    u = SCRATCH.accept_uniform(request.seed, at_node(len(history), place))
+    return [int(np.searchsorted(np.cumsum(np.exp(log_q)), u))]
 
 
 def by_residual_noise(
-    request: Request, history: list[int], place: int, num: int, q: F64
+    request: Request, history: list[int], place: int, num: int, log_q: F64
 ) -> list[int]:
-    position = len(history) + place
-    return top(q, gumbel(request.seed, position, Purpose.RESIDUAL, W), num)
+    return top(log_q, request, len(history) + place, Purpose.RESIDUAL, num)
 
 
 def by_noise_of_the_position(
-    request: Request, history: list[int], place: int, num: int, q: F64
+    request: Request, history: list[int], place: int, num: int, log_q: F64
 ) -> list[int]:
     """A later step draws its guess for a position with noise that block has looked at."""
-    return top(q, gumbel(request.seed, len(history) + place, Purpose.DRAFT, W), num)
+    return top(log_q, request, len(history) + place, Purpose.DRAFT, num)
 
 
 def without_unlikely(request: Request, history: list[int]) -> Draft:
@@ -369,19 +391,24 @@ def test_the_check_sees_a_lossy_rule() -> None:
 # --- replay --------------------------------------------------------------------------------------
 
 
+DEPTHS = (0, *node_depths(Draft(token_ids=(0,) * len(TREE), parents=TREE)))
+
+
+def by_the_targets_noise(
+    request: Request, history: list[int], place: int, num: int, log_q: F64
+) -> list[int]:
+    return top(log_q, request, len(history) + DEPTHS[place], Purpose.TARGET, num)
+
+
+COUPLED = drawn(TREE, by_the_targets_noise)
+
+
 def coupled_tree(request: Request, history: list[int]) -> Draft:
     """Children are the best of log q + the very noise that the target will choose with."""
     if request.verify != "replay":
         raise AssertionError("coupled guesses are for replay")
 
-    def draw(request: Request, history: list[int], place: int, num: int, q: F64) -> list[int]:
-        position = len(history) + depths[place]
-        return top(q, gumbel(request.seed, position, Purpose.TARGET, W), num)
-
-    depths = [0]
-    for parent in TREE:
-        depths.append(depths[parent + 1] + 1)
-    return drawn(TREE, draw)(request, history)
+    return COUPLED(request, history)
 
 
 @pytest.mark.parametrize(
