@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("draft", help="`draft train`, `draft eval`: drafts for a target of yours")
     commands.add_parser("loadgen", help="load a server and measure it (see loadgen --help)")
-    commands.add_parser("study", help="experiments on a server: `study never-slower`")
+    commands.add_parser("study", help="experiments: `study never-slower`, `study regret`")
     commands.add_parser("trace", help="`trace export FILE --format jaeger-json -o OUT`")
     return parser
 
@@ -82,6 +82,10 @@ def main(argv: list[str] | None = None) -> int:
         from specserve_loadgen.cli import main as loadgen_main
 
         return loadgen_main(arguments[1:])
+    if arguments[:2] == ["study", "regret"]:
+        from specserve.hindsight_report import main as regret_main
+
+        return regret_main(arguments[2:])
     if arguments[:1] == ["study"]:
         from specserve_loadgen.study import main as study_main
 

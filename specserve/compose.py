@@ -28,6 +28,7 @@ from specserve.memory import GIB, MemoryReport, growth_while, physical_memory, p
 from specserve.options import EngineOptions
 from specserve.runner import ModelRunner
 from specserve.speculation.costs import UNMEASURED
+from specserve.speculation.recording import Recording
 from specserve.speculation.speculator import Speculator
 from specserve.tokenizer import check_same_vocabulary
 from specserve_drafts import DRAFTERS, DrafterResources, parse_drafter_spec
@@ -62,10 +63,12 @@ def build_engine(
     *,
     recorder: Recorder | None = None,
     model_name: str | None = None,
+    recording: Recording | None = None,
     say: Say = lambda line: None,
 ) -> Built:
     """Load everything, measure what must be measured, decide the block count.
 
+    recording: where the choices of "auto" are kept for hindsight
     ConfigError or ModelError say what to change.
     """
     check_options(options)
@@ -85,7 +88,7 @@ def build_engine(
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         vocab_size=target.vocab_size,
-        speculator=_make_speculator(options, target, drafters, say),
+        speculator=_make_speculator(options, target, drafters, recording, say),
         hidden_size=target.decoder.config.hidden_size,
     )
     engine = Engine(
@@ -185,7 +188,11 @@ def _default_drafter(options: EngineOptions) -> str:
 
 
 def _make_speculator(
-    options: EngineOptions, target: LoadedModel, drafters: Mapping[str, Drafter], say: Say
+    options: EngineOptions,
+    target: LoadedModel,
+    drafters: Mapping[str, Drafter],
+    recording: Recording | None,
+    say: Say,
 ) -> Speculator:
     """With the costs of this model on this machine, where there is anything to choose."""
     profile = UNMEASURED
@@ -206,6 +213,7 @@ def _make_speculator(
         profile=profile,
         itl_target=options.itl_target_ms and options.itl_target_ms / 1e3,
         sharpness=options.draft_sharpness,
+        recording=recording,
     )
 
 

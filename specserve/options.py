@@ -85,6 +85,10 @@ class ServeOptions(EngineOptions, frozen=True, kw_only=True):
         None
     )
     trace_file: Annotated[str | None, _help("write traces to this file, OTLP JSON lines")] = None
+    record_steps: Annotated[
+        str | None,
+        _help("at the end write what each step chose there, for `study regret`; 20,000 at most"),
+    ] = None
     log_format: Annotated[Literal["console", "json"], _help("how log lines look")] = "console"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _help("least severe")] = (
         "info"

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from aiohttp import web
 
@@ -16,6 +17,7 @@ from specserve.errors import ConfigError
 from specserve.options import ServeOptions
 from specserve.server.app import create_app, create_runner, drain
 from specserve.server.state import ServerSettings
+from specserve.speculation.recording import Recording
 from specserve.types import LOSSY_RULES, VerifyRule
 from specserve.version import __version__
 from specserve_drafts import parse_drafter_spec
@@ -29,6 +31,8 @@ def serve(options: ServeOptions) -> int:
     """Run until SIGINT or SIGTERM; exit status 0 after a drained stop, 1 when the engine died."""
     if not options.drain_seconds >= 0:
         raise ConfigError(f"--drain-seconds is {options.drain_seconds}, it must be 0 or more")
+    if options.record_steps and not Path(options.record_steps).absolute().parent.is_dir():
+        raise ConfigError(f"--record-steps {options.record_steps}: its folder does not exist")
     # Before anything slow, so that a taken port is said at once.
     with bind(options.host, options.port) as listener:
         return _serve_on(listener, options)
@@ -50,11 +54,13 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
         raise ConfigError(
             f"cannot trace to where --otlp-endpoint or --trace-file say: {error}"
         ) from error
+    recording = Recording() if options.record_steps else None
     try:
         built = build_engine(
             options,
             recorder=tracing.recorder,
             model_name=options.served_model_name or options.model,
+            recording=recording,
             say=_say,
         )
         # What a loaded model consists of lives for ever: never look through it again.
@@ -64,6 +70,15 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
             return runner.run(_run(options, built, tracing, metrics, listener))
     finally:
         tracing.shutdown()
+        if recording is not None and options.record_steps:
+            _write_steps(recording, Path(options.record_steps))
+
+
+def _write_steps(recording: Recording, path: Path) -> None:
+    try:
+        _say(f"{recording.write(path)} recorded steps are in {path}")
+    except OSError as error:
+        _say(f"--record-steps {path}: {error.strerror or error}")
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -201,8 +201,8 @@ def test_sampled_drafts_under_a_rule_with_a_test_are_verified_whole() -> None:
 def test_regret_against_the_best_policy_in_hindsight_is_at_most_three_percent() -> None:
     recording = Recording()
     kinds = {"ngram": cheap(MIXED, scores=True)}
-    world = a_world(kinds, num_seqs=6, costs=CPU, recording=recording).run(1200)
-    steps = recording.steps(world.histories)[200:]
+    a_world(kinds, num_seqs=6, costs=CPU, recording=recording).run(1200)
+    steps = recording.steps()[200:]
     assert regret(steps) <= 0.03
     assert calibration_error(calibration_pairs(steps)) <= 0.02
     assert goodput(steps, as_chosen) > 1.1 * goodput(steps, first(0))
@@ -211,8 +211,8 @@ def test_regret_against_the_best_policy_in_hindsight_is_at_most_three_percent() 
 def test_regret_sees_a_bad_choice() -> None:
     recording = Recording()
     kinds = {"ngram": cheap(0.9)}
-    world = a_world(kinds, num_seqs=2, costs=CPU, recording=recording, draft_tokens=2).run(300)
-    steps = recording.steps(world.histories)[50:]
+    a_world(kinds, num_seqs=2, costs=CPU, recording=recording, draft_tokens=2).run(300)
+    steps = recording.steps()[50:]
     timid = random.Random(0)
     assert goodput(steps, keep(0.0)) > goodput(steps, lambda row: [False] * len(row.chances))
     assert goodput(

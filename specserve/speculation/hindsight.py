@@ -14,6 +14,7 @@ of a clock nor where the text would have stood under another policy plays a part
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -27,12 +28,13 @@ FIRST: Final = tuple(range(16))
 
 class RecordedRow(msgspec.Struct, frozen=True, array_like=True):
     """chances: believed survival of each guess; parents: as in Draft; right: whether the guess and
-    all before it on its path were; kept: verified in fact"""
+    all before it on its path were; kept: verified in fact; drafter: whose guesses they are"""
 
     chances: tuple[float, ...]
     parents: tuple[int, ...]
     right: tuple[bool, ...]
     kept: tuple[bool, ...]
+    drafter: str = ""
 
 
 class RecordedStep(msgspec.Struct, frozen=True):
@@ -67,34 +69,81 @@ def first(count: int) -> Policy:
     return lambda row: [at < count for at in range(len(row.chances))]
 
 
-def regret(steps: Seq[RecordedStep]) -> float:
-    """0.03: three percent more tokens per second were possible; below 0: the choice was better than
-    any policy of the family."""
-    chosen = goodput(steps, as_chosen)
-    best = max(goodput(steps, first(count)) for count in FIRST)
+class ClassHindsight(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the steps whose number of rows has so many bits. Rates are tokens per second."""
+
+    least_rows: int
+    most_rows: int
+    num_steps: int
+    num_guesses: int  # that were verified
+    chosen: float
+    without: float  # had no guess been verified, the drafts made all the same
+    best: float
+    best_threshold: float
+
+    @property
+    def regret(self) -> float:
+        return 1.0 - self.chosen / self.best
+
+
+class Hindsight(msgspec.Struct, frozen=True, kw_only=True):
+    """regret 0.03: three percent more tokens per second were possible; below 0: the choice was
+    better than any policy of the family. best_first: the k of the best first(k)"""
+
+    regret: float
+    chosen: float
+    without: float
+    best_keep: float
+    best_first: int
+    best_first_goodput: float
+    classes: tuple[ClassHindsight, ...]
+
+
+def look_back(steps: Seq[RecordedStep]) -> Hindsight:
+    """At least one step."""
     by_class: dict[int, list[RecordedStep]] = defaultdict(list)
     for step in steps:
         by_class[step.num_rows.bit_length()].append(step)
-    tokens = seconds = 0.0
-    for members in by_class.values():
-        found = max((_sums(members, keep(threshold)) for threshold in KEEP), key=_ratio)
-        tokens, seconds = tokens + found[0], seconds + found[1]
-    return 1.0 - chosen / max(best, tokens / seconds)
+    classes, tokens, seconds = [], 0.0, 0.0
+    for bits, members in sorted(by_class.items()):
+        sums = _sums_by_threshold(members)
+        at = max(range(len(KEEP)), key=lambda at: _ratio(sums[at]))
+        tokens, seconds = tokens + sums[at][0], seconds + sums[at][1]
+        classes.append(
+            ClassHindsight(
+                least_rows=1 << (bits - 1),
+                most_rows=(1 << bits) - 1,
+                num_steps=len(members),
+                num_guesses=sum(sum(row.kept) for step in members for row in step.rows),
+                chosen=goodput(members, as_chosen),
+                without=goodput(members, first(0)),
+                best=_ratio(sums[at]),
+                best_threshold=KEEP[at],
+            )
+        )
+    by_first = [goodput(steps, first(count)) for count in FIRST]
+    chosen, best_first = goodput(steps, as_chosen), max(by_first)
+    return Hindsight(
+        regret=1.0 - chosen / max(best_first, tokens / seconds),
+        chosen=chosen,
+        without=by_first[0],
+        best_keep=tokens / seconds,
+        best_first=by_first.index(best_first),
+        best_first_goodput=best_first,
+        classes=tuple(classes),
+    )
+
+
+def regret(steps: Seq[RecordedStep]) -> float:
+    return look_back(steps).regret
 
 
 def calibration_error(pairs: Iterable[tuple[float, bool]], num_bins: int = 20) -> float:
     """Expected calibration error of (believed chance, outcome): the mean distance between what was
     believed and what happened, over equal bins, weighted by how many fall into each."""
-    bins: dict[int, list[tuple[float, bool]]] = defaultdict(list)
-    num_pairs = 0
-    for chance, right in pairs:
-        bins[min(int(chance * num_bins), num_bins - 1)].append((chance, right))
-        num_pairs += 1
-    distance = sum(
-        abs(sum(chance for chance, _ in members) - sum(right for _, right in members))
-        for members in bins.values()
-    )
-    return distance / max(1, num_pairs)
+    bins = reliability(pairs, num_bins)
+    distance = sum(one.num_guesses * abs(one.believed - one.observed) for one in bins)
+    return distance / max(1, sum(one.num_guesses for one in bins))
 
 
 def calibration_pairs(steps: Iterable[RecordedStep]) -> Iterable[tuple[float, bool]]:
@@ -102,6 +151,49 @@ def calibration_pairs(steps: Iterable[RecordedStep]) -> Iterable[tuple[float, bo
     for step in steps:
         for row in step.rows:
             yield from zip(row.chances, row.right, strict=True)
+
+
+class Bin(msgspec.Struct, frozen=True, kw_only=True):
+    """Guesses that were believed to survive equally often, on average, and how often they did."""
+
+    num_guesses: int
+    believed: float
+    observed: float
+
+
+def reliability(pairs: Iterable[tuple[float, bool]], num_bins: int = 20) -> list[Bin]:
+    """The bins of `calibration_error` that are not empty, from hopeless to certain."""
+    bins: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+    for chance, right in pairs:
+        bins[min(int(chance * num_bins), num_bins - 1)].append((chance, right))
+    return [
+        Bin(
+            num_guesses=len(members),
+            believed=sum(chance for chance, _ in members) / len(members),
+            observed=sum(right for _, right in members) / len(members),
+        )
+        for _, members in sorted(bins.items())
+    ]
+
+
+def _sums_by_threshold(steps: Iterable[RecordedStep]) -> list[tuple[float, float]]:
+    """(tokens, seconds) of keep(t) for every t of KEEP, in one pass over the guesses."""
+    tokens, seconds = [0.0] * len(KEEP), [0.0] * len(KEEP)
+    for step in steps:
+        num_last = [0] * (len(KEEP) + 1)  # guesses by how many thresholds keep them
+        num_right = [0] * (len(KEEP) + 1)
+        for row in step.rows:
+            for chance, right in zip(row.chances, row.right, strict=True):
+                passes = bisect_right(KEEP, chance)
+                num_last[passes] += 1
+                num_right[passes] += right
+        num_guesses, emitted = 0, step.num_rows
+        for at in range(len(KEEP) - 1, -1, -1):
+            num_guesses += num_last[at + 1]
+            emitted += num_right[at + 1]
+            tokens[at] += emitted
+            seconds[at] += step.fixed + step.ladder[num_guesses] + step.per_emitted * emitted
+    return list(zip(tokens, seconds, strict=True))
 
 
 def _ratio(sums: tuple[float, float]) -> float:
