@@ -7,7 +7,7 @@ It runs on the worker thread inside the step, and its guesses never outlive the 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import msgspec
 
@@ -75,7 +75,7 @@ def chain(
     """A draft without branches: each guess continues the one before."""
     return Draft(
         token_ids=tuple(token_ids),
-        parents=tuple(range(-1, len(token_ids) - 1)),
+        parents=_chain_parents(len(token_ids)),
         probs=probs,
         kv_len=kv_len,
         scores=tuple(scores),
@@ -85,10 +85,12 @@ def chain(
 _CHAINS: Final = tuple(tuple(range(-1, length - 1)) for length in range(64))
 
 
+def _chain_parents(length: int) -> tuple[int, ...]:
+    return _CHAINS[length] if length < len(_CHAINS) else tuple(range(-1, length - 1))
+
+
 def is_chain(draft: Draft) -> bool:
-    length = len(draft.parents)
-    straight = _CHAINS[length] if length < len(_CHAINS) else tuple(range(-1, length - 1))
-    return draft.parents == straight
+    return draft.parents == _chain_parents(len(draft.parents))
 
 
 def leading(draft: Draft, num_nodes: int) -> Draft:
@@ -200,4 +202,13 @@ class Drafter(Protocol):
 
     def forget(self, seq_id: int) -> None:
         """The sequence ended or was preempted; forgetting an unknown one is fine."""
+        ...
+
+
+@runtime_checkable
+class OutputReader(Protocol):
+    """A drafter that learns from whole outputs, whoever guessed."""
+
+    def read_output(self, request: Request, token_ids: Seq[int]) -> None:
+        """A sequence ended for good: all tokens that it emitted. Once per sequence."""
         ...

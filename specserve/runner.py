@@ -113,7 +113,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: BatchPlan) -> StepResult:
         draft_start = time.time()
-        self._speculator.forget(plan.released)
+        self._speculator.forget(plan.released, plan.ended)
         drafts = self._speculator.draft(plan.rows)
         chosen = drafts.rows
         forward_start = time.time()

@@ -17,7 +17,7 @@ import msgspec
 from specserve.block_pool import BlockPool
 from specserve.config import EngineConfig
 from specserve.sequence import Sequence, Status
-from specserve.types import BatchPlan, Request, RowPlan
+from specserve.types import BatchPlan, Ended, Request, RowPlan
 
 
 class _Row(msgspec.Struct):
@@ -41,6 +41,7 @@ class Scheduler:
         self._next_id = 0
         self._step_idx = 0
         self._released: list[int] = []
+        self._ended: list[Ended] = []
         self._recent_guesses = 0.0  # verified per step for rows that choose K themselves, lately
         self.num_preempted_last = 0
 
@@ -66,6 +67,9 @@ class Scheduler:
         else:
             self.num_waiting -= 1
         seq.status = Status.FINISHED
+        if seq.num_output_tokens:
+            output_ids = tuple(seq.token_ids[seq.num_prompt_tokens :])
+            self._ended.append(Ended(seq.request, output_ids))
         del self._sequences[seq.seq_id]
         if len(self._waiting) > 2 * self.num_waiting + 16:
             # Aborted ones lie in the heap below a head that cannot be admitted: let them go.
@@ -96,11 +100,13 @@ class Scheduler:
             used += self._admit(rows, for_prompts - used)
         self._plan_drafts(rows, budget - used)
         released, self._released = tuple(self._released), []
+        ended, self._ended = tuple(self._ended), []
         self._step_idx += 1
         return BatchPlan(
             step_idx=self._step_idx,
             rows=tuple(self._freeze(row) for row in rows.values()),
             released=released,
+            ended=ended,
         )
 
     def _plan_decode(self, rows: dict[int, _Row]) -> int:

@@ -103,12 +103,24 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     draft_kv_lens: Mapping[str, int] = {}  # by drafter: its valid KV, a prefix of history; none: 0
 
 
+class Ended(msgspec.Struct, frozen=True):
+    """A sequence that will never run again; output_ids: all it emitted and kept, in order."""
+
+    request: Request
+    output_ids: tuple[int, ...]
+
+
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step does. An empty plan is a plan."""
+    """What one step does. An empty plan is a plan.
+
+    released: seq ids that finished or were preempted since the last plan: forget them
+    ended:    those of them that emitted something and will not come back
+    """
 
     step_idx: int
     rows: tuple[RowPlan, ...]
-    released: tuple[int, ...] = ()  # seq ids finished or preempted since the last plan: forget them
+    released: tuple[int, ...] = ()
+    ended: tuple[Ended, ...] = ()
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -7,16 +7,21 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.drafting import Draft, DraftRow, Outcome
+from specserve.config import EngineConfig
+from specserve.drafting import Draft, DraftRow
 from specserve.errors import ConfigError
-from specserve.types import Request
+from specserve.types import Request, SamplingParams
 from specserve_drafts.suffix import SuffixDrafter, make_suffix
 from specserve_drafts.suffix_automaton import ROOT, SuffixAutomaton
+from specserve_kernels import native_library, native_suffix
+from tests.engines import serving
 from tests.logit_rows import a_sampling_request
 from tests.test_drafters import resources
+from tests.tiny_models import tiny_decoder
 
 # --- the automaton -------------------------------------------------------------------------------
 
@@ -75,6 +80,23 @@ def test_states_stay_below_twice_the_tokens(text: list[int]) -> None:
 # --- what is guessed -----------------------------------------------------------------------------
 
 
+FORMS = [
+    pytest.param(False, id="readable"),
+    pytest.param(
+        True,
+        id="compiled",
+        marks=pytest.mark.skipif(
+            not native_suffix.available(), reason=str(native_library.why_not())
+        ),
+    ),
+]
+
+
+@pytest.fixture(params=FORMS, scope="module")
+def compiled(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 def a_request(prompt: Seq[int], **changes: Any) -> Request:
     request = a_sampling_request(tuple(prompt), temperature=0.0)
     return msgspec.structs.replace(request, drafter="suffix", max_draft_tokens=8, **changes)
@@ -103,61 +125,48 @@ def guess(
 
 
 def emit(drafter: SuffixDrafter, request: Request, output: Seq[int], *, seq_id: int = 0) -> None:
-    """A whole life: the prompt is computed, the output comes one by one, the sequence ends."""
-    prompt = request.prompt_ids
-    history = [*prompt, *output]
-    for end in range(len(prompt), len(history)):
-        start = 0 if end == len(prompt) else end - 1
-        drafter.observe([an_outcome(request, history[: end + 1], start, seq_id=seq_id)])
+    """A whole life: the sequence was asked for once, then it ends."""
+    guess(drafter, request, request.prompt_ids, seq_id=seq_id)
     drafter.forget(seq_id)
+    drafter.read_output(request, output)
 
 
-def an_outcome(
-    request: Request, history: Seq[int], start: int, *, seq_id: int = 0, accepted: int = 0
-) -> Outcome:
-    """The step that made the last of history known, computing from `start` on."""
-    return Outcome(
-        seq_id=seq_id,
-        request=request,
-        start=start,
-        token_ids=tuple(history[start:]),
-        num_computed=len(history) - 1 - start,
-        drafter="suffix" if accepted else "none",
-        num_drafted=accepted,
-        num_accepted=accepted,
-    )
-
-
-def test_what_followed_the_longest_match_is_guessed() -> None:
+def test_what_followed_the_longest_match_is_guessed(compiled: bool) -> None:
     text = [1, 2, 3, 4, 5, 9, 2, 3, 7, 9, 1, 2, 3]
-    draft = guess(SuffixDrafter(), a_request(text), text, max_tokens=3)
+    draft = guess(SuffixDrafter(compiled=compiled), a_request(text), text, max_tokens=3)
     assert draft.token_ids == (4, 5, 9)  # after 1 2 3, not the later 2 3
 
 
-def test_of_two_continuations_the_more_frequent_is_guessed() -> None:
+def test_of_two_continuations_the_more_frequent_is_guessed(compiled: bool) -> None:
     text = [5, 6, 1, 0, 5, 6, 1, 8, 5, 6, 2, 7, 5, 6]
-    assert guess(SuffixDrafter(), a_request(text), text, max_tokens=1).token_ids == (1,)
+    assert guess(
+        SuffixDrafter(compiled=compiled), a_request(text), text, max_tokens=1
+    ).token_ids == (1,)
 
 
-def test_of_equally_frequent_continuations_the_latest_is_guessed() -> None:
+def test_of_equally_frequent_continuations_the_latest_is_guessed(compiled: bool) -> None:
     text = [5, 6, 1, 0, 5, 6, 2, 0, 5, 6]
-    assert guess(SuffixDrafter(), a_request(text), text, max_tokens=1).token_ids == (2,)
+    assert guess(
+        SuffixDrafter(compiled=compiled), a_request(text), text, max_tokens=1
+    ).token_ids == (2,)
 
 
-def test_a_loop_goes_on_beyond_the_end_of_the_text() -> None:
+def test_a_loop_goes_on_beyond_the_end_of_the_text(compiled: bool) -> None:
     text = [7, 1, 2, 3, 1, 2, 3, 1, 2, 3]
-    drafter, request = SuffixDrafter(), a_request(text)
+    drafter, request = SuffixDrafter(compiled=compiled), a_request(text)
     assert guess(drafter, request, text, max_tokens=7).token_ids == (1, 2, 3, 1, 2, 3, 1)
 
 
-def test_a_text_without_repeats_is_not_guessed() -> None:
+def test_a_text_without_repeats_is_not_guessed(compiled: bool) -> None:
     text = list(range(50))
-    assert guess(SuffixDrafter(), a_request(text), text).token_ids == ()
+    assert guess(SuffixDrafter(compiled=compiled), a_request(text), text).token_ids == ()
 
 
-def test_a_tree_holds_the_likeliest_continuations_and_its_parents_come_first() -> None:
+def test_a_tree_holds_the_likeliest_continuations_and_its_parents_come_first(
+    compiled: bool,
+) -> None:
     text = [5, 6, 1, 8, 5, 6, 1, 9, 5, 6, 2, 7, 5, 6]
-    draft = guess(SuffixDrafter(), a_request(text), text, max_tokens=6, width=2)
+    draft = guess(SuffixDrafter(compiled=compiled), a_request(text), text, max_tokens=6, width=2)
     roots = [t for t, parent in zip(draft.token_ids, draft.parents, strict=True) if parent == -1]
     assert roots == [1, 2]
     assert all(parent < idx for idx, parent in enumerate(draft.parents))
@@ -167,27 +176,26 @@ def test_a_tree_holds_the_likeliest_continuations_and_its_parents_come_first() -
     assert survival == sorted(survival, reverse=True)
 
 
-def test_guesses_that_fail_lower_the_score_and_guesses_that_hold_raise_it() -> None:
+def test_guesses_that_fail_lower_the_score_and_guesses_that_hold_raise_it(
+    compiled: bool,
+) -> None:
     request = a_request([1, 2, 3, 4, 0, 1, 2])
     scores = {}
     for kind in ("holds", "fails"):
-        drafter = SuffixDrafter()
+        drafter = SuffixDrafter(compiled=compiled)
         for _ in range(30):
             history = [*request.prompt_ids]
             draft = guess(drafter, request, history, max_tokens=2)
             assert draft.token_ids == (3, 4)
-            emitted = [3, 4, 0] if kind == "holds" else [9]
-            accepted = len(emitted) - 1
-            outcome = an_outcome(request, [*history, *emitted], len(history) - 1, accepted=accepted)
-            drafter.observe([outcome])
+            guess(drafter, request, [*history, *([3, 4, 0] if kind == "holds" else [9])])
             drafter.forget(0)
         scores[kind] = guess(drafter, request, [*request.prompt_ids], max_tokens=1).scores[0]
     assert scores["holds"] > 0.75 > 0.35 > scores["fails"]
 
 
-def test_state_survives_a_preemption_and_lost_observations() -> None:
+def test_state_survives_a_preemption(compiled: bool) -> None:
     text = [1, 2, 3, 4, 1, 2]
-    drafter, request = SuffixDrafter(), a_request(text)
+    drafter, request = SuffixDrafter(compiled=compiled), a_request(text)
     before = guess(drafter, request, text)
     drafter.forget(0)
     assert guess(drafter, request, text) == before
@@ -197,54 +205,48 @@ def test_state_survives_a_preemption_and_lost_observations() -> None:
 # --- past outputs, salts, memory -----------------------------------------------------------------
 
 
-def test_a_past_output_of_the_same_salt_is_guessed() -> None:
-    drafter = SuffixDrafter()
+def test_a_past_output_of_the_same_salt_is_guessed(compiled: bool) -> None:
+    drafter = SuffixDrafter(compiled=compiled)
     emit(drafter, a_request([1, 2], cache_salt="a"), [10, 11, 12, 13, 14])
     later = a_request([50, 10, 11, 12], cache_salt="a")
     assert guess(drafter, later, [50, 10, 11, 12], seq_id=1).token_ids == (13, 14)
 
 
 @pytest.mark.parametrize("other", ["b", ""])
-def test_text_emitted_under_one_salt_is_never_guessed_under_another(other: str) -> None:
-    drafter = SuffixDrafter()
+def test_text_emitted_under_one_salt_is_never_guessed_under_another(
+    other: str, compiled: bool
+) -> None:
+    drafter = SuffixDrafter(compiled=compiled)
     emit(drafter, a_request([1, 2], cache_salt="a"), [10, 11, 12, 13, 14])
     stranger = a_request([50, 10, 11, 12], cache_salt=other)
     assert guess(drafter, stranger, [50, 10, 11, 12], seq_id=1).token_ids == ()
 
 
-def test_no_guess_crosses_from_one_past_output_into_the_next() -> None:
-    drafter = SuffixDrafter()
+def test_no_guess_crosses_from_one_past_output_into_the_next(compiled: bool) -> None:
+    drafter = SuffixDrafter(compiled=compiled)
     emit(drafter, a_request([1]), [10, 11, 12])
     emit(drafter, a_request([1]), [20, 21, 22], seq_id=1)
     draft = guess(drafter, a_request([50, 10, 11]), [50, 10, 11], seq_id=2)
     assert draft.token_ids == (12,)
 
 
-def test_what_a_sequence_emits_becomes_known_only_when_it_ends() -> None:
-    drafter, request = SuffixDrafter(), a_request([1])
-    drafter.observe([an_outcome(request, [1, 10, 11, 12, 13], 0)])
-    assert drafter.num_corpus_tokens == 0
-    drafter.forget(0)
-    assert drafter.num_corpus_tokens == 5  # four tokens and the separator before them
-
-
-def test_prompts_do_not_enter_the_corpus() -> None:
-    drafter = SuffixDrafter()
+def test_prompts_do_not_enter_the_corpus(compiled: bool) -> None:
+    drafter = SuffixDrafter(compiled=compiled)
     emit(drafter, a_request([30, 31, 32, 33, 34]), [1])
     assert guess(drafter, a_request([30, 31, 32]), [30, 31, 32], seq_id=1).token_ids == ()
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 30)), max_size=30))
-def test_memory_is_bounded_over_all_salts(outputs: list[tuple[str, int]]) -> None:
-    drafter = SuffixDrafter(corpus_tokens=64)
+@given(outputs=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 30)), max_size=30))
+def test_memory_is_bounded_over_all_salts(outputs: list[tuple[str, int]], compiled: bool) -> None:
+    drafter = SuffixDrafter(corpus_tokens=64, compiled=compiled)
     for seq_id, (salt, num_tokens) in enumerate(outputs):
         emit(drafter, a_request([1], cache_salt=salt), list(range(num_tokens)), seq_id=seq_id)
         # One separator per output comes on top of half the budget, once per generation.
         assert drafter.num_corpus_tokens <= 64 + 2
 
 
-def test_the_latest_past_output_outlives_older_ones() -> None:
-    drafter = SuffixDrafter(corpus_tokens=40)
+def test_the_latest_past_output_outlives_older_ones(compiled: bool) -> None:
+    drafter = SuffixDrafter(corpus_tokens=40, compiled=compiled)
     emit(drafter, a_request([1]), list(range(100, 118)))
     for seq_id in range(1, 4):
         emit(drafter, a_request([1]), list(range(200, 218)), seq_id=seq_id)
@@ -254,8 +256,8 @@ def test_the_latest_past_output_outlives_older_ones() -> None:
     assert new.token_ids[:2] == (203, 204)
 
 
-def test_without_a_corpus_only_its_own_text_is_read() -> None:
-    drafter = make_suffix(resources("suffix", argument="0"))
+def test_without_a_corpus_only_its_own_text_is_read(compiled: bool) -> None:
+    drafter = SuffixDrafter(corpus_tokens=0, compiled=compiled)
     emit(drafter, a_request([1, 2]), [10, 11, 12, 13, 14])
     assert guess(drafter, a_request([5, 10, 11]), [5, 10, 11], seq_id=1).token_ids == ()
 
@@ -269,20 +271,48 @@ def test_a_corpus_size_that_is_no_size_is_refused(argument: str) -> None:
 # --- a predicted output --------------------------------------------------------------------------
 
 
-def test_a_predicted_output_is_guessed_from_its_first_token() -> None:
+def test_a_predicted_output_is_guessed_from_its_first_token(compiled: bool) -> None:
     request = a_request([1, 2], prediction_ids=(40, 41, 42, 43))
-    drafter = SuffixDrafter()
+    drafter = SuffixDrafter(compiled=compiled)
     assert guess(drafter, request, [1, 2, 40]).token_ids == (41, 42, 43)
 
 
-def test_a_predicted_output_is_found_again_after_an_edit() -> None:
+def test_a_predicted_output_is_found_again_after_an_edit(compiled: bool) -> None:
     request = a_request([1, 2], prediction_ids=(40, 41, 42, 43, 44, 45, 46))
-    drafter = SuffixDrafter()
+    drafter = SuffixDrafter(compiled=compiled)
     history = [1, 2, 40, 41, 99, 43, 44]
     assert guess(drafter, request, history).token_ids == (45, 46)
 
 
-def test_a_predicted_output_is_not_read_by_other_requests() -> None:
-    drafter = SuffixDrafter()
+def test_a_predicted_output_is_not_read_by_other_requests(compiled: bool) -> None:
+    drafter = SuffixDrafter(compiled=compiled)
     guess(drafter, a_request([1, 2], prediction_ids=(40, 41, 42, 43)), [1, 2, 40])
     assert guess(drafter, a_request([1, 2]), [1, 2, 40], seq_id=1).token_ids == ()
+
+
+# --- in the engine -------------------------------------------------------------------------------
+
+
+async def test_the_output_of_a_preempted_sequence_enters_the_corpus_once(compiled: bool) -> None:
+    config = EngineConfig(
+        block_size=4,
+        num_blocks=6,
+        max_model_len=24,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        max_prefill_chunk=16,
+        enable_prefix_caching=False,
+    )
+    drafter = SuffixDrafter(compiled=compiled)
+    model = tiny_decoder(vocab=64, seed=5, dtype=torch.float64)
+    async with serving(model, config, drafters={"suffix": drafter}) as served:
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        first, second = [
+            served.requests(range(8), params, name=name, cache_salt=name)[0] for name in "AB"
+        ]
+        chunks = await served.run([first, second])
+        assert max(chunk.num_preemptions for chunk in chunks) > 0
+        # What has ended is told with the next step.
+        short = msgspec.structs.replace(params, max_tokens=1)
+        await served.run(served.requests([1, 2], short, name="C", cache_salt="C"))
+    assert drafter.num_corpus_tokens == 2 * (12 + 1)  # and a separator before each

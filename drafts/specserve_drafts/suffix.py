@@ -1,154 +1,43 @@
 """Guesses what followed the longest known suffix of the text: in itself, in a predicted output
 that came with the request, or in past outputs of the same cache salt.
 
-After SuffixDecoding (Oliaro et al., NeurIPS 2025) and SAM-Decoding (Hu et al. 2024): the context is
-the longest match, the guess its most frequent and then latest continuation, and how far to go
-follows from the length of the match and the counts. How likely such a guess is to be right is not
-assumed but learned: `_Experience` counts outcomes by source, length of match and share of counts.
+After SuffixDecoding (Oliaro et al., NeurIPS 2025) and SAM-Decoding (Hu et al. 2024). What is
+guessed is said by suffix_guesses.py, and done by its compiled form where there is a compiler:
+behind a forward, Python finds none of its code in the caches, and 16 rows took a millisecond.
 
-State follows the sequence's own history, so preemption or a lost observation costs time only.
+State follows the sequence's own history, so preemption costs time only.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence as Seq
-from typing import Final
+from typing import Final, Protocol
 
-from specserve.drafting import NO_DRAFT, Draft, DraftRow, Outcome, chain
+from specserve.drafting import NO_DRAFT, Draft, DraftRow, Outcome
 from specserve.errors import ConfigError
 from specserve.types import Request
+from specserve_drafts.asks import Asks
 from specserve_drafts.resources import DrafterResources
-from specserve_drafts.scripted import wants_guesses
-from specserve_drafts.suffix_automaton import ROOT, SuffixAutomaton
-from specserve_drafts.suffix_corpus import SEPARATOR, Corpora
+from specserve_drafts.suffix_guesses import SuffixGuesser
+from specserve_kernels import native_suffix
+from specserve_kernels.native_suffix import Ask, Guess
 
 DEFAULT_CORPUS_TOKENS: Final = 65_536
-_HOPELESS: Final = 0.03  # a guess that survives less often than this is not worth its place
-_LONGEST: Final = 12  # matches beyond this length are all alike
-_TEXT, _PREDICTION, _PAST = range(3)
-_PRIOR: Final = ((0.35, 0.8), (0.7, 0.9), (0.2, 0.7))  # per source: after 1 token, after many
-_PRIOR_WEIGHT: Final = 8.0
-_FORGET_AT: Final = 512  # halve what was counted: habits change
 
 
-class _Experience:
-    """The rate at which guesses of a kind were right, a Beta mean with decay."""
+class Guesser(Protocol):
+    """The compiled form and the readable one; what they promise is said in suffix_guesses.py."""
 
-    def __init__(self) -> None:
-        self._right: dict[int, float] = {}
-        self._tried: dict[int, float] = {}
+    @property
+    def num_corpus_tokens(self) -> int: ...
 
-    def rate(self, kind: int) -> float:
-        return self._right[kind] / self._tried[kind]
+    def add(self, seq_id: int, salt: str, num_prompt: int, prediction_ids: Seq[int]) -> None: ...
 
-    def kind(self, source: int, match_len: int, count: int, total: int) -> int:
-        """Sources, lengths 1 to _LONGEST, and shares of counts in four classes of two sizes."""
-        length = match_len if match_len < _LONGEST else _LONGEST
-        share = 4 * count // (total + 1)
-        kind = ((source * (_LONGEST + 1) + length) * 4 + share) * 2 + (total > 3)
-        if kind not in self._tried:
-            short, long = _PRIOR[source]
-            of_match = short + (long - short) * length / _LONGEST
-            self._tried[kind] = _PRIOR_WEIGHT
-            self._right[kind] = _PRIOR_WEIGHT * of_match * (0.5 + 0.5 * count / total)
-        return kind
+    def forget(self, seq_id: int) -> None: ...
 
-    def learn(self, kind: int, right: bool) -> None:
-        self._tried[kind] += 1
-        self._right[kind] += right
-        if self._tried[kind] > _FORGET_AT:
-            self._tried[kind] /= 2
-            self._right[kind] /= 2
+    def read_output(self, salt: str, token_ids: Seq[int]) -> None: ...
 
-
-class _Place:
-    """Where a sequence stands in one text that is not its own."""
-
-    __slots__ = ("automaton", "match_len", "source", "state")
-
-    def __init__(self, automaton: SuffixAutomaton, source: int) -> None:
-        self.automaton = automaton
-        self.source = source
-        self.state, self.match_len = ROOT, 0
-
-    def follow(self, token_ids: Seq[int]) -> None:
-        automaton = self.automaton
-        state, match_len, step = self.state, self.match_len, automaton.step
-        # The text may have grown meanwhile and its states been split: stand where we match.
-        while state != ROOT and match_len <= automaton.length[automaton.link[state]]:
-            state = automaton.link[state]
-        for token_id in token_ids:
-            state, match_len = step(state, match_len, token_id)
-        self.state, self.match_len = state, match_len
-
-
-class _Sequence:
-    """One sequence: its own text's automaton, its places elsewhere, what was guessed last."""
-
-    def __init__(self, request: Request, corpora: Corpora) -> None:
-        self.request = request
-        self.text = SuffixAutomaton()
-        self.num_known = 0
-        self.places: list[_Place] = []
-        self._generations: list[SuffixAutomaton] = []
-        self._corpora = corpora
-        self.guessed: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None = None
-        if request.prediction_ids:
-            prediction = SuffixAutomaton()
-            prediction.extend([SEPARATOR, *request.prediction_ids])
-            place = _Place(prediction, _PREDICTION)
-            place.follow([SEPARATOR])  # the output is expected to begin as the prediction does
-            self.places.append(place)
-
-    def extend(self, token_ids: Seq[int]) -> None:
-        """Tokens at positions num_known and on."""
-        self.text.extend(token_ids)
-        output = token_ids[max(0, len(self.request.prompt_ids) - self.num_known) :]
-        self.num_known += len(token_ids)
-        self._refresh_places()
-        for place in self.places:
-            if place.source == _PREDICTION:  # of the output alone; past outputs follow prompts, too
-                place.follow(output)
-            else:
-                if len(token_ids) > _LONGEST:
-                    place.state, place.match_len = ROOT, 0  # what is skipped breaks the match
-                place.follow(token_ids[-_LONGEST:])
-
-    def _refresh_places(self) -> None:
-        generations = self._corpora.generations(self.request.cache_salt)
-        if generations is self._generations:
-            return
-        known = {id(place.automaton): place for place in self.places}
-        self.places = [place for place in self.places if place.source == _PREDICTION]
-        self.places += [known.get(id(a)) or _Place(a, _PAST) for a in generations]
-        self._generations = generations
-
-    def contexts(self) -> list[_Place]:
-        """Its own text first, then other texts that match longer."""
-        own = _Place(self.text, _TEXT)
-        own.state, own.match_len = self.text.match, self.text.match_len
-        longer = max(own.match_len, 1)
-        others = [
-            place
-            for place in self.places
-            if place.match_len > (0 if place.source == _PREDICTION else longer)
-        ]
-        return [own, *others] if own.match_len else others
-
-
-class _Output:
-    """What a sequence has emitted: the corpus gets it when the sequence is forgotten."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.token_ids: list[int] = []
-
-    def extend(self, start: int, token_ids: Seq[int]) -> None:
-        """token_ids at positions start and on, part of it known already."""
-        num_known = len(self.request.prompt_ids) + len(self.token_ids)
-        if start <= num_known < start + len(token_ids):
-            self.token_ids += token_ids[num_known - start :]
+    def guess(self, asks: Seq[Ask]) -> list[Guess]: ...
 
 
 class SuffixDrafter:
@@ -158,173 +47,43 @@ class SuffixDrafter:
     keeps_kv = False
     hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, *, corpus_tokens: int = DEFAULT_CORPUS_TOKENS) -> None:
-        self._corpora = Corpora(corpus_tokens)
-        self._sequences: dict[int, _Sequence] = {}
-        self._outputs: dict[int, _Output] = {}
-        self._experience = _Experience()
+    def __init__(
+        self, *, corpus_tokens: int = DEFAULT_CORPUS_TOKENS, compiled: bool | None = None
+    ) -> None:
+        """compiled: None: where it is to be had"""
+        is_compiled = native_suffix.available() if compiled is None else compiled
+        kind = native_suffix.SuffixIndex if is_compiled else SuffixGuesser
+        self._guesser: Guesser = kind(corpus_tokens)
+        self._asks = Asks(self._add)
 
     @property
     def num_corpus_tokens(self) -> int:
         """Tokens of past output held now."""
-        return self._corpora.num_tokens
+        return self._guesser.num_corpus_tokens
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        return [self._guess(row) if wants_guesses(row) else NO_DRAFT for row in rows]
-
-    def _guess(self, row: DraftRow) -> Draft:
-        seq = self._sequence(row.seq_id, row.request)
-        if seq.num_known < len(row.history):
-            seq.extend(row.history[seq.num_known :])
-        best: tuple[float, Draft, tuple[int, ...]] | None = None
-        for place in seq.contexts():
-            draft, kinds, expected = self._expand(place, row.max_tokens, row.width)
-            if best is None or expected > best[0]:
-                best = (expected, draft, kinds)
-        if best is None:
-            seq.guessed = None
-            return NO_DRAFT
-        _, draft, kinds = best
-        seq.guessed = (draft.token_ids, draft.parents, kinds)
-        return draft
-
-    def _expand(
-        self, place: _Place, max_tokens: int, width: int
-    ) -> tuple[Draft, tuple[int, ...], float]:
-        """(the draft, the kind of each guess, how many are expected to be right)."""
-        if width == 1:
-            return self._chain(place, max_tokens)
-        return self._tree(place, max_tokens, width)
-
-    def _chain(self, place: _Place, max_tokens: int) -> tuple[Draft, tuple[int, ...], float]:
-        automaton, experience = place.automaton, self._experience
-        state, match_len, survival, expected = place.state, place.match_len, 1.0, 0.0
-        token_ids, kinds, scores = list[int](), list[int](), list[float]()
-        while len(token_ids) < max_tokens:
-            state, match_len, token_id = _expected_next(automaton, state, match_len)
-            if token_id < 0:
-                break
-            count, total = automaton.share(state, token_id)
-            kind = experience.kind(place.source, match_len, count, total)
-            rate = experience.rate(kind)
-            survival *= rate
-            if survival < _HOPELESS:
-                break
-            token_ids.append(token_id)
-            kinds.append(kind)
-            scores.append(rate)
-            expected += survival
-            state = automaton.transitions[state][token_id]
-            match_len += 1
-        return chain(token_ids, scores=scores), tuple(kinds), expected
-
-    def _tree(
-        self, place: _Place, max_tokens: int, width: int
-    ) -> tuple[Draft, tuple[int, ...], float]:
-        """Best first: the guesses most likely to survive, at most `width` children each."""
-        automaton, experience = place.automaton, self._experience
-        token_ids, parents = list[int](), list[int]()
-        kinds, scores, expected = list[int](), list[float](), 0.0
-        # (-survival, tie, parent, token, kind, rate, state, match length), all of candidates
-        frontier: list[tuple[float, int, int, int, int, float, int, int]] = []
-        num_candidates = 0
-
-        def offer(parent: int, survival: float, state: int, match_len: int) -> None:
-            nonlocal num_candidates
-            state, match_len, first = _expected_next(automaton, state, match_len)
-            if first < 0:
-                return
-            for token_id in _likeliest(automaton, state, first, width):
-                count, total = automaton.share(state, token_id)
-                kind = experience.kind(place.source, match_len, count, total)
-                rate = experience.rate(kind)
-                if survival * rate < _HOPELESS:
-                    continue
-                target = automaton.transitions[state][token_id]
-                entry = (-survival * rate, num_candidates, parent, token_id, kind, rate)
-                heapq.heappush(frontier, (*entry, target, match_len + 1))
-                num_candidates += 1
-
-        offer(-1, 1.0, place.state, place.match_len)
-        while frontier and len(token_ids) < max_tokens:
-            loss, _, parent, token_id, kind, rate, state, match_len = heapq.heappop(frontier)
-            token_ids.append(token_id)
-            parents.append(parent)
-            kinds.append(kind)
-            scores.append(rate)
-            expected -= loss
-            offer(len(token_ids) - 1, -loss, state, match_len)
-        draft = Draft(token_ids=tuple(token_ids), parents=tuple(parents), scores=tuple(scores))
-        return draft, tuple(kinds), expected
+        asked, asks = self._asks.of(rows)
+        drafts = [NO_DRAFT] * len(rows)
+        for idx, (token_ids, parents, scores) in zip(asked, self._guesser.guess(asks), strict=True):
+            if token_ids:
+                drafts[idx] = Draft(token_ids=token_ids, parents=parents, scores=scores)
+        return drafts
 
     def observe(self, outcomes: Seq[Outcome]) -> None:
-        for outcome in outcomes:
-            request, end = outcome.request, outcome.start + len(outcome.token_ids)
-            output = self._outputs.setdefault(outcome.seq_id, _Output(request))
-            output.extend(outcome.start, outcome.token_ids)
-            if not may_guess(self.name, request):
-                continue
-            seq = self._sequence(outcome.seq_id, request)
-            if seq.guessed is not None and outcome.num_computed < len(outcome.token_ids):
-                emitted = outcome.token_ids[outcome.num_computed - outcome.num_accepted :]
-                self._learn(seq.guessed, emitted)
-                seq.guessed = None
-            # Prompts are read while they are computed; what was emitted waits for the next guess.
-            if outcome.start <= seq.num_known < end <= len(request.prompt_ids):
-                seq.extend(outcome.token_ids[seq.num_known - outcome.start :])
+        return  # history says what became of a guess, when it is asked again
 
-    def _learn(
-        self, guessed: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], emitted: Seq[int]
-    ) -> None:
-        """Walk what was emitted through what was guessed, whoever's guesses were verified."""
-        token_ids, parents, kinds = guessed
-        node, depth = -1, 0
-        for idx, (token_id, parent) in enumerate(zip(token_ids, parents, strict=True)):
-            if parent != node or depth >= len(emitted):
-                continue
-            right = token_id == emitted[depth]
-            self._experience.learn(kinds[idx], right)
-            if right:
-                node, depth = idx, depth + 1
+    def read_output(self, request: Request, token_ids: Seq[int]) -> None:
+        self._guesser.read_output(request.cache_salt, token_ids)
 
     def forget(self, seq_id: int) -> None:
-        self._sequences.pop(seq_id, None)
-        output = self._outputs.pop(seq_id, None)
-        if output is not None:
-            self._corpora.add(output.request.cache_salt, output.token_ids)
+        self._asks.forget(seq_id)
+        self._guesser.forget(seq_id)
 
-    def _sequence(self, seq_id: int, request: Request) -> _Sequence:
-        seq = self._sequences.get(seq_id)
-        if seq is None:
-            seq = self._sequences[seq_id] = _Sequence(request, self._corpora)
-        return seq
-
-
-def may_guess(name: str, request: Request) -> bool:
-    """Whether this drafter may ever be asked for this request."""
-    return request.max_draft_tokens > 0 and request.drafter in (name, "auto")
-
-
-def _expected_next(automaton: SuffixAutomaton, state: int, match_len: int) -> tuple[int, int, int]:
-    """(context, its length, the token to expect), in the longest context that knows one.
-
-    The end of a text has nothing behind it: a shorter context has, and a loop goes on looping.
-    """
-    while state != ROOT:
-        token_id = automaton.best[state]
-        if token_id >= 0:
-            return state, match_len, token_id
-        state = automaton.link[state]
-        match_len = automaton.length[state]
-    return ROOT, 0, -1
-
-
-def _likeliest(automaton: SuffixAutomaton, state: int, first: int, width: int) -> list[int]:
-    """The token to expect after a context and the next likeliest, no separators."""
-    others = [token for token in automaton.transitions[state] if token not in (first, SEPARATOR)]
-    if len(others) > 1:
-        others.sort(key=lambda token: automaton.share(state, token)[0], reverse=True)
-    return [first, *others[: width - 1]]
+    def _add(self, row: DraftRow) -> None:
+        request = row.request
+        self._guesser.add(
+            row.seq_id, request.cache_salt, len(request.prompt_ids), request.prediction_ids
+        )
 
 
 def make_suffix(resources: DrafterResources) -> SuffixDrafter:

@@ -11,8 +11,9 @@ from functools import partial
 
 import msgspec
 
-from specserve.drafting import Draft, Drafter, DraftRow, Outcome, fault_of, leading
+from specserve.drafting import Draft, Drafter, DraftRow, Outcome, OutputReader, fault_of, leading
 from specserve.speculation.bench import Bench
+from specserve.types import Ended
 from specserve_observability.logs import get_logger
 
 
@@ -21,6 +22,9 @@ class Panel:
 
     def __init__(self, drafters: Mapping[str, Drafter], *, vocab_size: int) -> None:
         self._drafters = dict(drafters)
+        self._readers = {
+            name: drafter for name, drafter in drafters.items() if isinstance(drafter, OutputReader)
+        }
         self._vocab_size = vocab_size
         self._bench = Bench(self._drafters)
         self._log = get_logger("specserve.speculation")
@@ -108,10 +112,13 @@ class Panel:
                 if self._guarded(name, partial(drafter.observe, own)) and name in self._worked:
                     self._bench.worked(name)
 
-    def forget(self, seq_ids: Seq[int]) -> None:
+    def forget(self, seq_ids: Seq[int], ended: Seq[Ended]) -> None:
         for seq_id in seq_ids:
             for name, drafter in self._drafters.items():
                 self._guarded(name, partial(drafter.forget, seq_id))
+        for one in ended:
+            for name, reader in self._readers.items():
+                self._guarded(name, partial(reader.read_output, one.request, one.output_ids))
 
 
 def _with_own_layers(

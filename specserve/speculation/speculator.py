@@ -33,7 +33,7 @@ from specserve.speculation.offers import AutoRow, Call
 from specserve.speculation.panel import Panel
 from specserve.speculation.recording import Recording
 from specserve.speculation.survival import Judged
-from specserve.types import RowPlan
+from specserve.types import Ended, RowPlan
 
 
 class _Proposed(NamedTuple):
@@ -312,11 +312,11 @@ class Speculator:
         self._ended = self._clock()
         self._controller.close(self._ended - self._started, self._paid_seconds, num_paid)
 
-    def forget(self, seq_ids: Seq[int]) -> None:
-        """These sequences ended or were preempted."""
+    def forget(self, seq_ids: Seq[int], ended: Seq[Ended] = ()) -> None:
+        """These sequences ended or were preempted; `ended`: those that will not come back."""
         for seq_id in seq_ids:
             self.beliefs.forget(seq_id)
-        self._panel.forget(seq_ids)
+        self._panel.forget(seq_ids, ended)
 
 
 def _depth(draft: Draft) -> int:
