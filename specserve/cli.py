@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     pull.set_defaults(run=_pull)
 
     commands.add_parser(
-        "bench", help="measure inside one process: `bench step`, `bench perplexity`"
+        "bench", help="measure in one process: `bench step`, `bench ceilings`, `bench perplexity`"
     )
     commands.add_parser("draft", help="`draft train`, `draft eval`: drafts for a target of yours")
     commands.add_parser("loadgen", help="load a server and measure it (see loadgen --help)")
@@ -57,16 +57,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 def build_bench_parser() -> argparse.ArgumentParser:
     from specserve import perplexity
-    from specserve.bench import step
+    from specserve.bench import ceilings, step
 
     parser = argparse.ArgumentParser(prog="specserve")
     kinds = (
         parser.add_subparsers(required=True)
         .add_parser("bench")
-        .add_subparsers(dest="kind", required=True, metavar="step | perplexity")
+        .add_subparsers(dest="kind", required=True, metavar="step | ceilings | perplexity")
     )
     for name, module, text in (
         ("step", step, "where the time of a decode step goes, against the floor of its products"),
+        ("ceilings", ceilings, "speculation at given acceptance, against its own cost table"),
         ("perplexity", perplexity, "what a dtype costs in quality, measured on a text"),
     ):
         bench = kinds.add_parser(name, help=text, description=text)

@@ -235,7 +235,7 @@ def test_synthetic_is_right_at_its_rates_each_given_that_it_was_right_before() -
     num_rows = 3000
     drafts = drafter.propose(
         [
-            a_draft_row(seq_id=0, max_tokens=3, request=a_sampling_request(PROMPT, seed=seed))
+            a_draft_row(seq_id=seed, max_tokens=3, request=a_sampling_request(PROMPT, seed=seed))
             for seed in range(num_rows)
         ]
     )

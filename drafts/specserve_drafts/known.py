@@ -6,11 +6,11 @@ Their truth is a recorded output, so they are composed in tests and studies, not
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence as Seq
 
 from specserve.drafting import NO_DRAFT, Draft, DraftRow, Outcome, chain
 from specserve.errors import ConfigError
-from specserve.noise import Noise, Purpose
 from specserve_drafts.resources import DrafterResources, Truth, need_truth, refuse_argument
 from specserve_drafts.scripted import wants_guesses
 
@@ -19,7 +19,8 @@ class KnowingDrafter:
     """Guess i of a step equals the truth with probability rates[i] (the last rate holds on).
 
     The rates are conditional on all guesses before it being right, as acceptance is. Whether a
-    guess is right depends on (request seed, position) alone, so runs repeat exactly.
+    guess is right depends on (request seed, position) alone, so runs repeat exactly: coins come
+    from a generator of their own, once per position, so that a guess costs next to nothing.
     """
 
     keeps_kv = False
@@ -30,29 +31,39 @@ class KnowingDrafter:
         self._truth = truth
         self._rates = tuple(rates)
         self._vocab_size = vocab_size
+        self._coins: dict[int, tuple[random.Random, list[float]]] = {}  # by seq_id
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
-        noise = Noise()
-        return [self._guess(row, noise) if wants_guesses(row) else NO_DRAFT for row in rows]
+        return [self._guess(row) if wants_guesses(row) else NO_DRAFT for row in rows]
 
-    def _guess(self, row: DraftRow, noise: Noise) -> Draft:
+    def _guess(self, row: DraftRow) -> Draft:
         output = self._truth(row.request)
         if output is None:
             return NO_DRAFT
         start = len(row.history) - len(row.request.prompt_ids)
+        known = output[start : start + row.max_tokens]
+        coins = self._coins_of(row, start + len(known))
         guesses = []
-        for idx, right in enumerate(output[start : start + row.max_tokens]):
+        for idx, right in enumerate(known):
             rate = self._rates[min(idx, len(self._rates) - 1)]
-            position = len(row.history) + idx
-            u = noise.uniform(row.request.seed, position, Purpose.DRAFT, 1)[0]
-            guesses.append(right if u < rate else (right + 1) % self._vocab_size)
+            is_right = coins[start + idx] < rate
+            guesses.append(right if is_right else (right + 1) % self._vocab_size)
         return chain(guesses)
+
+    def _coins_of(self, row: DraftRow, count: int) -> list[float]:
+        """At least count numbers in [0, 1), by position in the output."""
+        if row.seq_id not in self._coins:
+            self._coins[row.seq_id] = random.Random(row.request.seed), []
+        rng, coins = self._coins[row.seq_id]
+        while len(coins) < count:
+            coins.append(rng.random())
+        return coins
 
     def observe(self, outcomes: Seq[Outcome]) -> None:
         return
 
     def forget(self, seq_id: int) -> None:
-        return
+        self._coins.pop(seq_id, None)
 
 
 def make_oracle(resources: DrafterResources) -> KnowingDrafter:
