@@ -94,6 +94,13 @@ class ServeOptions(EngineOptions, frozen=True, kw_only=True):
         "info"
     )
     drain_seconds: Annotated[float, _help("how long SIGTERM waits for live streams")] = 30.0
+    api_key_file: Annotated[
+        str | None,
+        _help("ask for one of the API keys in this file, one a line, and of SPECSERVE_API_KEYS"),
+    ] = None
+    max_concurrent_per_key: Annotated[
+        int | None, _help("requests that one API key may have under way; default: any number")
+    ] = None
 
 
 def add_option_arguments(parser: argparse.ArgumentParser, kind: type[msgspec.Struct]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ from aiohttp import web
 
 from specserve.compose import Built, build_engine
 from specserve.errors import ConfigError
+from specserve.operation import settings_of, warn_if_open
 from specserve.options import ServeOptions
 from specserve.server.app import create_app, create_runner, drain
 from specserve.server.state import ServerSettings
@@ -29,16 +31,15 @@ from specserve_observability.tracing import Tracing, open_tracing
 
 def serve(options: ServeOptions) -> int:
     """Run until SIGINT or SIGTERM; exit status 0 after a drained stop, 1 when the engine died."""
-    if not options.drain_seconds >= 0:
-        raise ConfigError(f"--drain-seconds is {options.drain_seconds}, it must be 0 or more")
+    # Before anything slow, so that a bad option and a taken port are said at once.
+    settings = settings_of(options, os.environ)
     if options.record_steps and not Path(options.record_steps).absolute().parent.is_dir():
         raise ConfigError(f"--record-steps {options.record_steps}: its folder does not exist")
-    # Before anything slow, so that a taken port is said at once.
     with bind(options.host, options.port) as listener:
-        return _serve_on(listener, options)
+        return _serve_on(listener, options, settings)
 
 
-def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
+def _serve_on(listener: socket.socket, options: ServeOptions, settings: ServerSettings) -> int:
     configure_logging(json=options.log_format == "json", level=options.log_level)
     drafters = tuple(name for name, _ in parse_drafter_spec(options.drafters))
     metrics = Metrics(drafters=drafters, max_draft_tokens=options.max_draft_tokens)
@@ -67,7 +68,7 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
         gc.collect()
         gc.freeze()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            return runner.run(_run(options, built, tracing, metrics, listener))
+            return runner.run(_run(options, settings, built, tracing, metrics, listener))
     finally:
         tracing.shutdown()
         if recording is not None and options.record_steps:
@@ -118,6 +119,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 async def _run(
     options: ServeOptions,
+    settings: ServerSettings,
     built: Built,
     tracing: Tracing,
     metrics: Metrics,
@@ -143,7 +145,7 @@ async def _run(
         engine,
         metrics_text=metrics_text,
         tracer=tracing.server_tracer,
-        settings=ServerSettings(drain_seconds=options.drain_seconds),
+        settings=settings,
     )
     runner = create_runner(app)
     await engine.start()
@@ -153,7 +155,8 @@ async def _run(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     await web.SockSite(runner, listener).start()
-    _greet(options, built, listener.getsockname()[1])
+    warn_if_open(options.host, settings)
+    _greet(options, settings, built, listener.getsockname()[1])
     await stop.wait()
     _say("stopping: live streams may finish, new requests get 503")
     await drain(app)  # /ready turns 503 while the port still answers
@@ -162,7 +165,7 @@ async def _run(
     return 0 if engine.error is None else 1
 
 
-def _greet(options: ServeOptions, built: Built, port: int) -> None:
+def _greet(options: ServeOptions, settings: ServerSettings, built: Built, port: int) -> None:
     warn_if_lossy(built.engine.config.default_verify)
     url = f"http://{options.host}:{port}"
     for line in built.memory.lines():
@@ -176,15 +179,18 @@ def _greet(options: ServeOptions, built: Built, port: int) -> None:
     name = built.engine.model_name
     body = f'{{"model": "{name}", "stream": true, "messages": '
     body += '[{"role": "user", "content": "Hello!"}]}'
+    header, flag = "", ""
+    if settings.keys is not None:
+        header, flag = " -H 'authorization: Bearer KEY'", " --api-key KEY"
     print(
         f"""
 specserve {__version__} serves {name} at {url}  (Ctrl-C stops it)
 
 Type next, in another terminal:
-  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\
+  curl -N {url}/v1/chat/completions -H 'content-type: application/json'{header} \\
     -d '{body}'
-  .venv/bin/specserve loadgen --url {url} --concurrency 4
-  curl {url}/metrics
+  .venv/bin/specserve loadgen --url {url} --concurrency 4{flag}
+  curl{header} {url}/metrics
 """,
         flush=True,
     )

@@ -23,6 +23,7 @@ from aiohttp.typedefs import Handler
 
 from specserve.engine import Engine
 from specserve.server import chat, completions, operations, tokens
+from specserve.server.keys import Slots
 from specserve.server.middleware import ROUTE_NAMES, add_headers, around, expected
 from specserve.server.protocol import Runner
 from specserve.server.state import STATE, Lifecycle, ServerSettings, ServerState
@@ -58,6 +59,7 @@ def create_app(
         tracer=tracer or PassThroughTracer(),
         settings=settings,
         lifecycle=Lifecycle(),
+        slots=Slots(settings.max_concurrent_per_key),
     )
     app[ROUTE_NAMES] = {}
     for (method, path), handler in ROUTES.items():

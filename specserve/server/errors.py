@@ -57,6 +57,8 @@ def encode_error(error: RequestError) -> bytes:
 
 def error_response(error: RequestError) -> web.Response:
     headers = {"Cache-Control": "no-store"}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     if error.status in _RETRYABLE:
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
     return web.Response(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
+from contextlib import AbstractContextManager, nullcontext
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 
 from specserve.errors import EngineError, RequestError
 from specserve.server import errors
+from specserve.server.keys import OPEN_ROUTES
 from specserve.server.protocol import ServerProtocol
 from specserve.server.state import CONTEXT, STATE, RequestContext
 from specserve_observability.logs import get_logger
@@ -62,7 +64,11 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 async def expected(request: web.Request) -> None:
     """Before the middleware runs: the go-ahead for a body. What else is expected, _answer refuses;
-    aiohttp's own refusal would be plain text."""
+    aiohttp's own refusal would be plain text. So is a caller without a key, before its body."""
+    try:
+        _key_of(request)
+    except RequestError:
+        return
     if _expects_continue(request) and request.version == HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the reply itself has not begun
@@ -70,6 +76,21 @@ async def expected(request: web.Request) -> None:
 
 def _expects_continue(request: web.Request) -> bool:
     return request.headers.get("expect", "").lower() == "100-continue"
+
+
+def _key_of(request: web.Request) -> int | None:
+    """None: no key is asked for. RequestError 401. Decided by the route that matched, not by the
+    path's text, so that no spelling of a path is an open door."""
+    keys = request.app[STATE].settings.keys
+    if keys is None or _route_name(request) in OPEN_ROUTES:
+        return None
+    return keys.identify(request)
+
+
+def _slot(request: web.Request, key_idx: int | None) -> AbstractContextManager[None]:
+    if key_idx is None or request.method != "POST":  # what is not POST makes no work
+        return nullcontext()
+    return request.app[STATE].slots.held(key_idx)
 
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -80,7 +101,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
                 code="expectation_failed",
                 status=417,
             )
-        return await handler(request)
+        with _slot(request, _key_of(request)):
+            return await handler(request)
     except (RequestError, EngineError) as error:
         return errors.error_response(errors.public_error(error))
     except web.HTTPException as error:
