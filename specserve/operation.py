@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from specserve.errors import ConfigError
 from specserve.options import ServeOptions
+from specserve.server.cors import CorsPolicy
 from specserve.server.keys import KEYS_VARIABLE, read_keys
 from specserve.server.state import ServerSettings
 from specserve_observability.logs import get_logger
@@ -27,8 +28,12 @@ def settings_of(options: ServeOptions, environment: Mapping[str, str]) -> Server
                 f"--max-concurrent-per-key is {per_key}, but there are no keys: "
                 f"give --api-key-file or {KEYS_VARIABLE}"
             )
+    origins = options.cors_origins
     return ServerSettings(
-        drain_seconds=options.drain_seconds, keys=keys, max_concurrent_per_key=per_key
+        drain_seconds=options.drain_seconds,
+        keys=keys,
+        max_concurrent_per_key=per_key,
+        cors=CorsPolicy() if origins is None else CorsPolicy.parse(origins),
     )
 
 

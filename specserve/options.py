@@ -101,6 +101,10 @@ class ServeOptions(EngineOptions, frozen=True, kw_only=True):
     max_concurrent_per_key: Annotated[
         int | None, _help("requests that one API key may have under way; default: any number")
     ] = None
+    cors_origins: Annotated[
+        str | None,
+        _help("web pages that may use this server: origins by comma, or *; default: none"),
+    ] = None
 
 
 def add_option_arguments(parser: argparse.ArgumentParser, kind: type[msgspec.Struct]) -> None:

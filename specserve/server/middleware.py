@@ -101,6 +101,9 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
                 code="expectation_failed",
                 status=417,
             )
+        cors = request.app[STATE].settings.cors
+        if cors.is_preflight(request):
+            return cors.preflight(request)
         with _slot(request, _key_of(request)):
             return await handler(request)
     except (RequestError, EngineError) as error:
@@ -123,6 +126,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """on_response_prepare: streams and errors alike."""
     response.headers["Server"] = "specserve"  # not which libraries, in which versions
+    request.app[STATE].settings.cors.add_headers(request, response)
     context = request.get(CONTEXT)
     if context is not None:
         response.headers["x-request-id"] = context.request_id

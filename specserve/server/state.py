@@ -13,6 +13,7 @@ from aiohttp import web
 
 from specserve.engine import Engine
 from specserve.server import errors
+from specserve.server.cors import CorsPolicy
 from specserve.server.keys import KeyRing, Slots
 from specserve.server.tracing import AttributeValue, ServerSpan, ServerTracer
 
@@ -28,6 +29,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     off_loop_body_bytes: int = 64 * 1024  # larger bodies are parsed on a helper thread
     keys: KeyRing | None = None  # None: whoever reaches the port may ask
     max_concurrent_per_key: int | None = None  # requests under way
+    cors: CorsPolicy = CorsPolicy()
 
 
 class Lifecycle:
