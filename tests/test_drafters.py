@@ -230,6 +230,18 @@ def test_who_knows_no_truth_of_a_prompt_guesses_nothing() -> None:
         assert draft == NO_DRAFT
 
 
+def test_on_a_server_anti_is_sure_of_guesses_that_are_hardly_ever_right() -> None:
+    drafter = a_drafter("anti", truth=None)
+    drafts = drafter.propose([a_draft_row(max_tokens=4) for _ in range(500)])
+    guesses = [guess for draft in drafts for guess in draft.token_ids]
+    assert len(guesses) == 2000
+    assert all(0 <= guess < VOCAB_SIZE for guess in guesses)
+    assert len(set(guesses)) > 0.9 * VOCAB_SIZE
+    assert all(min(draft.scores) > 0.9 for draft in drafts)
+    chunk = a_draft_row([*PROMPT, 1, 2], num_known=2)
+    assert drafter.propose([chunk]) == [NO_DRAFT]
+
+
 def test_synthetic_is_right_at_its_rates_each_given_that_it_was_right_before() -> None:
     drafter = a_drafter("synthetic", argument="0.8,0.6")
     num_rows = 3000
@@ -388,7 +400,6 @@ def test_a_wrong_command_line_is_told_what_is_known(spec: str, words: list[str])
         ("ngram", {"argument": "3"}, ["no argument", "'3'"]),
         ("draft_model", {"model": None}, ["draft_model:PATH"]),
         ("oracle", {"truth": None}, ["recorded outputs"]),
-        ("anti", {"truth": None}, ["recorded outputs"]),
         ("scripted", {"script": None}, ["wrote down"]),
         ("synthetic", {"argument": None}, ["synthetic:0.8,0.6"]),
         ("synthetic", {"argument": "0.8,1.5"}, ["from 0 to 1", "'0.8,1.5'"]),

@@ -14,6 +14,7 @@ from specserve_loadgen.never_slower import (
     Plan,
     Study,
     make_cell,
+    requests_per_round,
     run_study,
     workload_prompts,
 )
@@ -34,7 +35,7 @@ def an_arm(name: str, *speeds: float) -> ArmResult:
 
 def a_cell(auto: tuple[float, ...], off: tuple[float, ...], fixed: tuple[float, ...]):
     arms = [an_arm("auto", *auto), an_arm("off", *off), an_arm("ngram:3", *fixed)]
-    return make_cell(4, "chat", arms, same_output_tokens=True)
+    return make_cell(4, "chat", arms, num_requests=8, same_output_tokens=True)
 
 
 def test_ratios_are_of_the_same_round_so_a_drift_of_the_machine_cancels() -> None:
@@ -107,6 +108,43 @@ async def test_a_study_of_a_real_server_measures_every_arm_and_sees_equal_texts(
         assert by_name["anti:3"].acceptance_rate == 0.0
         assert by_name["off"].acceptance_rate is None
     assert msgspec.json.decode(msgspec.json.encode(study), type=Study) == study
+
+
+@pytest.mark.parametrize(
+    ("seconds", "warm_up", "num_requests"), [(None, 9.0, 8), (60.0, 4.0, 16), (20.0, 9.0, 4)]
+)
+def test_a_cell_sends_what_fits_into_its_seconds_and_at_least_one_request_per_user(
+    seconds: float | None, warm_up: float, num_requests: int
+) -> None:
+    plan = Plan(url="", fixed=(), rounds=3, requests_per_user=2, seconds_per_cell=seconds)
+    assert requests_per_round(plan, 4, warm_up) == num_requests
+
+
+async def test_an_adversarial_cell_has_the_wrong_drafter_as_a_fixed_choice() -> None:
+    async with a_server(says("one two three four five six", then=None)) as server:
+        plan = Plan(
+            url=f"http://127.0.0.1:{server.port}",
+            fixed=(Arm("oracle:3", "oracle", 3),),
+            concurrencies=(2,),
+            workloads=("adversarial",),
+            rounds=1,
+            max_tokens=12,
+            seconds_per_cell=0.5,
+        )
+        study = await run_study(plan, lambda line: None)
+    (cell,) = study.cells
+    by_name = {arm.arm: arm for arm in cell.arms}
+    assert set(by_name) == {"auto", "off", "oracle:3", "anti:3"}
+    assert by_name["anti:3"].acceptance_rate == 0.0
+    assert by_name["off"].num_output_tokens == cell.num_requests * 12
+    assert cell.same_output_tokens
+
+
+async def test_a_choice_that_the_server_has_not_is_refused_before_anything_runs() -> None:
+    async with a_server(says("one two three", then=None)) as server:
+        plan = Plan(url=f"http://127.0.0.1:{server.port}", fixed=(Arm("eagle3:3", "eagle3", 3),))
+        with pytest.raises(LoadgenError, match=r"refuses eagle3:3 .*--drafters"):
+            await run_study(plan, lambda line: None)
 
 
 def test_without_a_server_the_study_says_so(

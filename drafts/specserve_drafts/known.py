@@ -1,18 +1,22 @@
 """Drafters that know the right continuation: always right, never right, or right at given rates.
 
 They measure everything around a drafter with acceptance as the input instead of the outcome.
-Their truth is a recorded output, so they are composed in tests and studies, not on a server.
+Their truth is a recorded output, so they are composed in tests and studies, not on a server; but
+to be wrong takes no truth: there, `anti` guesses at random and looks sure.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
+from typing import Final
 
 from specserve.drafting import NO_DRAFT, Draft, DraftRow, Outcome, chain
 from specserve.errors import ConfigError
 from specserve_drafts.resources import DrafterResources, Truth, need_truth, refuse_argument
 from specserve_drafts.scripted import wants_guesses
+
+_SURE: Final = 0.95
 
 
 class KnowingDrafter:
@@ -66,16 +70,42 @@ class KnowingDrafter:
         self._coins.pop(seq_id, None)
 
 
+class MisleadingDrafter:
+    """Always has guesses, says that they are nearly certain, and is right once in a vocabulary."""
+
+    keeps_kv = False
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, name: str, vocab_size: int) -> None:
+        self.name = name
+        self._vocab_size = vocab_size
+        self._rng = random.Random(0)
+
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        return [self._guess(row.max_tokens) if wants_guesses(row) else NO_DRAFT for row in rows]
+
+    def _guess(self, count: int) -> Draft:
+        token_ids = [self._rng.randrange(self._vocab_size) for _ in range(count)]
+        return chain(token_ids, scores=[_SURE] * count)
+
+    def observe(self, outcomes: Seq[Outcome]) -> None:
+        return
+
+    def forget(self, seq_id: int) -> None:
+        return
+
+
 def make_oracle(resources: DrafterResources) -> KnowingDrafter:
     refuse_argument("oracle", resources)
     truth = need_truth("oracle", resources)
     return KnowingDrafter("oracle", truth, [1.0], resources.vocab_size)
 
 
-def make_anti(resources: DrafterResources) -> KnowingDrafter:
+def make_anti(resources: DrafterResources) -> KnowingDrafter | MisleadingDrafter:
     refuse_argument("anti", resources)
-    truth = need_truth("anti", resources)
-    return KnowingDrafter("anti", truth, [0.0], resources.vocab_size)
+    if resources.truth is None:
+        return MisleadingDrafter("anti", resources.vocab_size)
+    return KnowingDrafter("anti", resources.truth, [0.0], resources.vocab_size)
 
 
 def make_synthetic(resources: DrafterResources) -> KnowingDrafter:

@@ -5,6 +5,9 @@ and K) sends the same prompts with the same seeds, in an order that rotates, so 
 machine meets all arms alike. A round's ratio is of two neighbouring runs; a cell's is the median
 over rounds. Each run has a cache salt of its own: no arm reads from the prefix cache or the suffix
 corpus what another arm has just computed.
+
+The adversarial workload is for a server that has the drafter `anti` loaded, whose every guess is
+wrong although it looks sure: `auto` has it among its choices there, in the other workloads, too.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import random
 import statistics
 import string
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -26,6 +30,7 @@ from specserve_loadgen.settings import ClosedLoop, Settings
 SCHEMA = "specserve.study.never-slower/1"
 AUTO_OVER_OFF, AUTO_OVER_BEST = 0.98, 0.97  # what the study asks of every cell
 RANDOM = "random"
+ADVERSARIAL = "adversarial"
 WORKLOADS = ("chat", "summarise", "code", "edit", RANDOM)
 _RANDOM_TEMPERATURE = 2.0  # nearly uniform: nobody guesses what comes
 
@@ -39,6 +44,7 @@ class Arm(msgspec.Struct, frozen=True):
 
 
 AUTO, OFF = Arm("auto", "auto", None), Arm("off", "none", 0)
+ANTI = Arm("anti:3", "anti", 3)
 
 
 class ArmResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +60,7 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True):
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """auto_over_*: medians over rounds of the ratio of output tokens per second; *_range: min, max.
 
+    num_requests:       that each arm sent in a round
     same_output_tokens: every arm emitted as many tokens in every round, as exact replay demands
     """
 
@@ -64,6 +71,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     best_fixed: str
     auto_over_best_fixed: float
     best_fixed_over_off: float
+    num_requests: int
     same_output_tokens: bool
     arms: tuple[ArmResult, ...]
 
@@ -80,6 +88,8 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     max_tokens: int
     requests_per_user: int
+    seconds_per_cell: float | None
+    seconds: float  # of the whole study
     seed: int
     cells: tuple[Cell, ...]
 
@@ -89,7 +99,11 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run. Each arm of a cell sends max(concurrency, 2) * requests_per_user requests."""
+    """What to run. Each arm of a cell sends concurrency * requests_per_user requests in a round.
+
+    seconds_per_cell: as many requests instead as fit into it, by the speed of the warm-up, rounds
+                      and arms included; at least one per user
+    """
 
     url: str
     fixed: tuple[Arm, ...]
@@ -98,13 +112,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 3
     max_tokens: int = 96
     requests_per_user: int = 2
+    seconds_per_cell: float | None = None
     temperature: float = 0.0
     seed: int = 0
+
+    def arms(self, workload: str) -> list[Arm]:
+        more = [ANTI] if workload == ADVERSARIAL and ANTI not in self.fixed else []
+        return [AUTO, OFF, *self.fixed, *more]
 
 
 async def run_study(plan: Plan, say: Callable[[str], None]) -> Study:
     """All cells; LoadgenError when there is no server or a request fails."""
     cells = []
+    started = time.perf_counter()
+    await _check_arms(plan)
     info: RunResult | None = None
     for workload in plan.workloads:
         for concurrency in plan.concurrencies:
@@ -121,22 +142,40 @@ async def run_study(plan: Plan, say: Callable[[str], None]) -> Study:
         rounds=plan.rounds,
         max_tokens=plan.max_tokens,
         requests_per_user=plan.requests_per_user,
+        seconds_per_cell=plan.seconds_per_cell,
+        seconds=time.perf_counter() - started,
         seed=plan.seed,
         cells=tuple(cells),
     )
 
 
+async def _check_arms(plan: Plan) -> None:
+    """One token from every arm: a drafter that is not loaded is found out now, not in an hour."""
+    arms = {arm.name: arm for workload in plan.workloads for arm in plan.arms(workload)}
+    prompts = load_prompts(None, ["chat"])[:1]
+    for arm in arms.values():
+        settings = _settings(plan, arm, "check", 1, -1, 1)
+        result = await run_load(msgspec.structs.replace(settings, max_tokens=1), prompts)
+        if failure := next((r.failure for r in result.records if r.failure is not None), None):
+            raise LoadgenError(
+                f"the server refuses {arm.name} ({failure.message}): load {arm.drafter} with "
+                "--drafters, or leave it out (--fixed; the adversarial workload needs anti)"
+            )
+
+
 async def _run_cell(plan: Plan, workload: str, concurrency: int) -> tuple[Cell, RunResult]:
-    arms = [AUTO, OFF, *plan.fixed]
+    arms = plan.arms(workload)
     prompts = workload_prompts(workload, plan.seed)
     speeds: dict[str, list[float]] = {arm.name: [] for arm in arms}
     records: dict[str, list[RequestRecord]] = {arm.name: [] for arm in arms}
     outputs: dict[str, list[int]] = {arm.name: [] for arm in arms}
     result: RunResult | None = None
+    num_requests = concurrency  # of the warm-up
     for round_idx in range(-1, plan.rounds):  # round -1 warms the server up and is in no number
         first = round_idx % len(arms)
+        began = time.perf_counter()
         for arm in [*arms[first:], *arms[:first]]:
-            settings = _settings(plan, arm, workload, concurrency, round_idx)
+            settings = _settings(plan, arm, workload, concurrency, round_idx, num_requests)
             result = await run_load(settings, prompts)
             failed = [record for record in result.records if record.failure is not None]
             if failed or result.interrupted:
@@ -146,16 +185,26 @@ async def _run_cell(plan: Plan, workload: str, concurrency: int) -> tuple[Cell, 
                 speeds[arm.name].append(tokens_per_second(result.records))
                 records[arm.name] += result.records
                 outputs[arm.name].append(sum(r.num_output_tokens for r in result.records))
+        if round_idx < 0:
+            num_requests = requests_per_round(plan, concurrency, time.perf_counter() - began)
     assert result is not None
     results = [_arm_result(arm.name, speeds[arm.name], records[arm.name]) for arm in arms]
     same = len({count for counts in outputs.values() for count in counts}) == 1
-    return make_cell(concurrency, workload, results, same_output_tokens=same), result
+    cell = make_cell(concurrency, workload, results, num_requests, same_output_tokens=same)
+    return cell, result
 
 
-def _settings(plan: Plan, arm: Arm, workload: str, concurrency: int, round_idx: int) -> Settings:
-    num_requests = concurrency * plan.requests_per_user
-    if round_idx < 0:
-        num_requests = concurrency
+def requests_per_round(plan: Plan, concurrency: int, warm_up_seconds: float) -> int:
+    """Of each arm; the warm-up was one request per user from every arm."""
+    if plan.seconds_per_cell is None:
+        return concurrency * plan.requests_per_user
+    left = plan.seconds_per_cell - warm_up_seconds
+    return concurrency * max(1, int(left / plan.rounds / warm_up_seconds))
+
+
+def _settings(
+    plan: Plan, arm: Arm, workload: str, concurrency: int, round_idx: int, num_requests: int
+) -> Settings:
     return Settings(
         url=plan.url,
         load=ClosedLoop(concurrency),
@@ -194,7 +243,12 @@ def _arm_result(name: str, speeds: Sequence[float], records: Sequence[RequestRec
 
 
 def make_cell(
-    concurrency: int, workload: str, arms: Sequence[ArmResult], *, same_output_tokens: bool
+    concurrency: int,
+    workload: str,
+    arms: Sequence[ArmResult],
+    num_requests: int,
+    *,
+    same_output_tokens: bool,
 ) -> Cell:
     """The cell's ratios: of the same round, then the median. Needs auto, off and a fixed arm."""
     by_name = {arm.arm: arm for arm in arms}
@@ -210,6 +264,7 @@ def make_cell(
         best_fixed=best.arm,
         auto_over_best_fixed=statistics.median(_ratios(auto, best)),
         best_fixed_over_off=statistics.median(_ratios(best, off)),
+        num_requests=num_requests,
         same_output_tokens=same_output_tokens,
         arms=tuple(arms),
     )
@@ -221,6 +276,8 @@ def _ratios(one: ArmResult, other: ArmResult) -> list[float]:
 
 def workload_prompts(workload: str, seed: int) -> list[Prompt]:
     """Of the shipped pack's category, or of random syllables (`random`)."""
+    if workload == ADVERSARIAL:
+        workload = "chat"
     if workload != RANDOM:
         return load_prompts(None, [workload])
     rng = random.Random(seed)
@@ -273,7 +330,10 @@ def render_study(study: Study) -> str:
     wanted = f"auto/off >= {AUTO_OVER_OFF} and auto/best >= {AUTO_OVER_BEST}"
     num_holding = len(study.cells) - study.num_failing
     differing = sum(not cell.same_output_tokens for cell in study.cells)
-    lines = [table(rows), f"{num_holding} of {len(study.cells)} cells hold ({wanted})"]
+    lines = [
+        table(rows),
+        f"{num_holding} of {len(study.cells)} cells hold ({wanted}); {study.seconds:.0f} s",
+    ]
     if differing:
         lines.append(f"{differing} cells emitted different numbers of tokens under different arms")
     return "\n".join(lines)

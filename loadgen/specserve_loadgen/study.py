@@ -47,6 +47,7 @@ def plan_from(options: argparse.Namespace) -> Plan:
         rounds=options.rounds,
         max_tokens=options.max_tokens,
         requests_per_user=options.requests_per_user,
+        seconds_per_cell=options.seconds_per_cell,
         temperature=options.temperature,
         seed=options.seed,
     )
@@ -73,11 +74,18 @@ def _at_least_1(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    if not text.replace(".", "", 1).isdigit() or float(text) <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return float(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="specserve study",
         description="Experiments on a running server. never-slower: speculation auto against off "
-        "and against every fixed choice, interleaved, by concurrency and workload.",
+        "and against every fixed choice, interleaved, by concurrency and workload. "
+        "`study regret --help`: looking back upon recorded steps, without a server.",
         allow_abbrev=False,
     )
     parser.add_argument("name", choices=("never-slower",))
@@ -90,11 +98,18 @@ def _parser() -> argparse.ArgumentParser:
         "--workloads",
         default="chat,summarise,code,edit,random",
         metavar="A,...",
-        help="categories of the shipped prompts, or random",
+        help="categories of the shipped prompts, random, or adversarial (a server with "
+        "--drafters suffix,ngram,anti)",
     )
     parser.add_argument("--rounds", type=_at_least_1, default=3, help="default: 3")
     parser.add_argument("--max-tokens", type=_at_least_1, default=96)
     parser.add_argument("--requests-per-user", type=_at_least_1, default=2)
+    parser.add_argument(
+        "--seconds-per-cell",
+        type=_seconds,
+        metavar="S",
+        help="instead: as many requests as fit; 25 cells of 60 take 25 minutes",
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole study there")
