@@ -18,6 +18,10 @@ def settings_of(options: ServeOptions, environment: Mapping[str, str]) -> Server
     """ConfigError names the option at fault, its value and what is allowed."""
     if not options.drain_seconds >= 0:
         raise ConfigError(f"--drain-seconds is {options.drain_seconds}, it must be 0 or more")
+    if options.max_waiting_tokens < 1:
+        raise ConfigError(
+            f"--max-waiting-tokens is {options.max_waiting_tokens}, it must be at least 1"
+        )
     keys = read_keys(options.api_key_file, environment.get(KEYS_VARIABLE))
     per_key = options.max_concurrent_per_key
     if per_key is not None:
@@ -31,6 +35,7 @@ def settings_of(options: ServeOptions, environment: Mapping[str, str]) -> Server
     origins = options.cors_origins
     return ServerSettings(
         drain_seconds=options.drain_seconds,
+        max_waiting_tokens=options.max_waiting_tokens,
         keys=keys,
         max_concurrent_per_key=per_key,
         cors=CorsPolicy() if origins is None else CorsPolicy.parse(origins),

@@ -94,6 +94,9 @@ class ServeOptions(EngineOptions, frozen=True, kw_only=True):
         "info"
     )
     drain_seconds: Annotated[float, _help("how long SIGTERM waits for live streams")] = 30.0
+    max_waiting_tokens: Annotated[
+        int, _help("prompt tokens that may wait for a first token before new requests get 429")
+    ] = 1_000_000
     api_key_file: Annotated[
         str | None,
         _help("ask for one of the API keys in this file, one a line, and of SPECSERVE_API_KEYS"),

@@ -39,6 +39,7 @@ def test_every_option_has_a_flag_with_its_default() -> None:
         (["serve", "--api-key-file", "/nowhere/keys"], "--api-key-file /nowhere/keys cannot be"),
         (["serve", "--max-concurrent-per-key", "4"], "no keys: give --api-key-file or SPECSERVE_"),
         (["serve", "--max-concurrent-per-key", "0"], "--max-concurrent-per-key is 0"),
+        (["serve", "--max-waiting-tokens", "0"], "--max-waiting-tokens is 0"),
         (["serve", "--cors-origins", "localhost"], "--cors-origins has 'localhost'"),
         (["serve", "--otlp-endpoint", "not a url"], "--otlp-endpoint"),
         (["serve", "--trace-file", "/nowhere/at/all"], "--trace-file"),

@@ -12,7 +12,7 @@ from specserve.server import errors
 from specserve.server.job import Job
 from specserve.server.source import ChunkSource
 from specserve.server.sse import EventStream
-from specserve.server.state import CONTEXT, STATE
+from specserve.server.state import CONTEXT, STATE, ServerState
 from specserve.server.tally import Tally
 from specserve.stream import merge
 from specserve.types import TokenChunk
@@ -48,10 +48,14 @@ async def answer(request: web.Request, job: Job, shape: Shape) -> web.StreamResp
         _note(request, job, tally)
 
 
+def _source(state: ServerState, job: Job) -> ChunkSource:
+    return ChunkSource(state.engine, state.backlog, job.requests)
+
+
 async def _whole(request: web.Request, job: Job, shape: Shape, tally: Tally) -> web.Response:
     state = request.app[STATE]
     merged: dict[int, TokenChunk] = {}
-    async with state.lifecycle.replying(), ChunkSource(state.engine, job.requests) as source:
+    async with state.lifecycle.replying(), _source(state, job) as source:
         while not tally.complete:
             for idx, chunk in await source.next():
                 merged[idx] = merge(merged[idx], chunk) if idx in merged else chunk
@@ -64,7 +68,7 @@ async def _stream(request: web.Request, job: Job, shape: Shape, tally: Tally) ->
     state = request.app[STATE]
     events = EventStream(request, write_seconds=state.settings.write_seconds)
     try:
-        async with state.lifecycle.replying(), ChunkSource(state.engine, job.requests) as source:
+        async with state.lifecycle.replying(), _source(state, job) as source:
             await events.open()
             await _forward(source, events, shape, tally, state.settings.keep_alive_seconds)
             if job.include_usage:

@@ -23,6 +23,7 @@ from aiohttp.typedefs import Handler
 
 from specserve.engine import Engine
 from specserve.server import chat, completions, operations, tokens
+from specserve.server.backlog import Backlog
 from specserve.server.keys import Slots
 from specserve.server.middleware import ROUTE_NAMES, add_headers, around, expected
 from specserve.server.protocol import Runner
@@ -60,6 +61,7 @@ def create_app(
         settings=settings,
         lifecycle=Lifecycle(),
         slots=Slots(settings.max_concurrent_per_key),
+        backlog=Backlog(settings.max_waiting_tokens),
     )
     app[ROUTE_NAMES] = {}
     for (method, path), handler in ROUTES.items():

@@ -73,10 +73,10 @@ def make_job(
     """
     engine = request.app[STATE].engine
     adopt_request_id(request, body.request_id)
-    _check_queue(len(prompts), params.n, engine.config.max_waiting)
     # Made here: two live requests may well carry the same x-request-id.
     reply_id = f"{prefix}-{uuid.uuid4().hex}"
     try:
+        _check_queue(request, prompts, params.n)
         requests = _requests(
             request, body, prompts, params, prediction_ids, reply_id, default_max_tokens
         )
@@ -99,13 +99,25 @@ def make_job(
     )
 
 
-def _check_queue(num_prompts: int, n: int, max_waiting: int) -> None:
+def _check_queue(request: web.Request, prompts: Seq[Seq[int]], n: int) -> None:
     """They queue together, so more than the queue takes would get 429 for ever."""
-    if num_prompts * n > max_waiting:
+    state = request.app[STATE]
+    param = "prompt" if n == 1 else "n"
+    max_waiting = state.engine.config.max_waiting
+    if len(prompts) * n > max_waiting:
         raise RequestError(
-            f"{num_prompts} prompts with n = {n} make {num_prompts * n} sequences, this server "
+            f"{len(prompts)} prompts with n = {n} make {len(prompts) * n} sequences, this server "
             f"queues at most {max_waiting}: ask for fewer, or start it with a larger --max-waiting",
-            param="prompt" if n == 1 else "n",
+            param=param,
+        )
+    num_tokens = sum(len(prompt_ids) for prompt_ids in prompts)
+    max_tokens = state.settings.max_waiting_tokens
+    if num_tokens * n > max_tokens:
+        raise RequestError(
+            f"{num_tokens} prompt tokens with n = {n} make {num_tokens * n} tokens, this server "
+            f"queues at most {max_tokens}: ask for less, or start it with a larger "
+            "--max-waiting-tokens",
+            param=param,
         )
 
 

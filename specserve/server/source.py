@@ -8,6 +8,7 @@ from types import TracebackType
 
 from specserve.engine import Engine
 from specserve.server import errors
+from specserve.server.backlog import Backlog
 from specserve.stream import RequestStream
 from specserve.types import Request, TokenChunk
 
@@ -15,18 +16,25 @@ from specserve.types import Request, TokenChunk
 class ChunkSource:
     """Submits on entry (RequestError 429, 503), closes every stream on exit.
 
+    A sequence's prompt counts in the backlog until its first chunk.
+
     One task per stream moves chunks into a queue of one: while the reader is busy the tasks wait
     and the streams coalesce, so what is held here is bounded.
     """
 
-    def __init__(self, engine: Engine, requests: Seq[Request]) -> None:
+    def __init__(self, engine: Engine, backlog: Backlog, requests: Seq[Request]) -> None:
         self._engine = engine
+        self._backlog = backlog
+        self._waiting: dict[int, int] = {}  # stream index -> prompt tokens without a first chunk
         self._requests = requests
         self._streams: list[RequestStream] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._inbox: asyncio.Queue[tuple[int, TokenChunk | None]] = asyncio.Queue(maxsize=1)
 
     async def __aenter__(self) -> ChunkSource:
+        waiting = {idx: len(request.prompt_ids) for idx, request in enumerate(self._requests)}
+        self._backlog.add(sum(waiting.values()))
+        self._waiting = waiting
         try:
             for request in self._requests:
                 self._streams.append(self._engine.submit(request))
@@ -47,13 +55,20 @@ class ChunkSource:
         self._close()
 
     def _close(self) -> None:
+        for idx in list(self._waiting):
+            self._has_begun(idx)
         for stream in self._streams:
             stream.close()
         for task in self._tasks:
             task.cancel()
 
+    def _has_begun(self, idx: int) -> None:
+        if idx in self._waiting:
+            self._backlog.remove(self._waiting.pop(idx))
+
     async def _pump(self, idx: int, stream: RequestStream) -> None:
         async for chunk in stream:
+            self._has_begun(idx)
             await self._inbox.put((idx, chunk))
             if chunk.finish_reason is not None:
                 return

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from specserve.engine import Engine
 from specserve.server import errors
+from specserve.server.backlog import Backlog
 from specserve.server.cors import CorsPolicy
 from specserve.server.keys import KeyRing, Slots
 from specserve.server.tracing import AttributeValue, ServerSpan, ServerTracer
@@ -27,6 +28,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_seconds: float = 30.0  # at shutdown, for live replies to end by themselves
     max_body_bytes: int = 8 * 1024 * 1024  # after decompression
     off_loop_body_bytes: int = 64 * 1024  # larger bodies are parsed on a helper thread
+    max_waiting_tokens: int = 1_000_000  # of prompts whose first token is to come
     keys: KeyRing | None = None  # None: whoever reaches the port may ask
     max_concurrent_per_key: int | None = None  # requests under way
     cors: CorsPolicy = CorsPolicy()
@@ -80,6 +82,7 @@ class ServerState:
     settings: ServerSettings
     lifecycle: Lifecycle
     slots: Slots
+    backlog: Backlog
 
     def check_serving(self) -> None:
         """RequestError 503 unless new work can be taken."""
