@@ -15,6 +15,7 @@ from specserve.drafting import Drafter
 from specserve.engine import Engine
 from specserve.errors import ConfigError
 from specserve.loading import (
+    NATIVE_DTYPES,
     AnyDecoder,
     LoadedModel,
     Say,
@@ -25,6 +26,7 @@ from specserve.loading import (
 )
 from specserve.measuring import measure_profile
 from specserve.memory import GIB, MemoryReport, growth_while, physical_memory, plan_memory
+from specserve.models.native import NativeDecoder
 from specserve.options import EngineOptions
 from specserve.runner import ModelRunner
 from specserve.speculation.costs import UNMEASURED
@@ -32,7 +34,7 @@ from specserve.speculation.recording import Recording
 from specserve.speculation.speculator import Speculator
 from specserve.tokenizer import check_same_vocabulary
 from specserve_drafts import DRAFTERS, DrafterResources, parse_drafter_spec
-from specserve_drafts.head_files import Head
+from specserve_drafts.head_files import Head, NativeForm, TargetParts
 from specserve_drafts.heads import load_heads
 from specserve_kernels.interface import PagedBatch
 from specserve_observability.metrics import Metrics
@@ -76,9 +78,8 @@ def build_engine(
     dtype = choose_dtype(options.dtype, options.backend)
     target = load_model(options.model, dtype, options.backend, say)
     drafts = load_draft_models(options, target, say)
-    heads = load_heads(
-        parse_drafter_spec(options.drafters), target.parts, vocab_size=target.vocab_size
-    )
+    parts = _parts_for_heads(options, target)
+    heads = load_heads(parse_drafter_spec(options.drafters), parts, vocab_size=target.vocab_size)
     memory = _plan_blocks(options, target, drafts, heads)
     config = _engine_config(options, memory, target)
     drafters = _make_drafters(options, config, target, drafts, heads)
@@ -153,6 +154,14 @@ def load_draft_models(
         check_same_vocabulary(target.tokenizer, draft.tokenizer)
         loaded[argument] = draft.decoder
     return loaded
+
+
+def _parts_for_heads(options: EngineOptions, target: LoadedModel) -> TargetParts:
+    """What heads share with the target, and how native code packs them if the target is native."""
+    dtype = NATIVE_DTYPES.get(choose_dtype(options.draft_dtype, options.backend))
+    if dtype is None or not isinstance(target.decoder, NativeDecoder):
+        return target.parts
+    return msgspec.structs.replace(target.parts, native=NativeForm(dtype, torch.get_num_threads()))
 
 
 def _make_drafters(

@@ -162,7 +162,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     num_drafted, num_accepted: of those guesses
     hidden:       [num_computed, A, D] fp32: the target's residual stream entering each of the
                   drafter's `hidden_layers`, at positions start .. start + num_computed - 1; None
-                  for drafters that want none. A view that is good only during observe()
+                  for drafters that want none. Often a part of the whole step's, which nobody writes
+                  to any more: a drafter may keep it instead of copying
     """
 
     seq_id: int

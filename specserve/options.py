@@ -27,7 +27,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         DType, _help("of weights; auto: the fastest that costs no quality to speak of here")
     ] = "auto"
-    draft_dtype: Annotated[DType, _help("the same, for drafters that are models")] = "auto"
+    draft_dtype: Annotated[
+        DType, _help("the same, for drafters that are models, and for eagle3 heads")
+    ] = "auto"
     backend: Annotated[
         str, _help("kernels: auto, native, or torch with cpu or reference (slow, readable)")
     ] = "auto"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from specserve.noise import Purpose, gumbel
 from specserve_drafts import DRAFTERS, DrafterResources
 from specserve_drafts.eagle3 import Eagle3Drafter
 from specserve_drafts.eagle3_model import Eagle3Layer
+from specserve_drafts.eagle3_torch import TorchEagle3
+from specserve_drafts.head_files import NativeForm, TargetParts
+from specserve_kernels import native_library, native_step
 from tests.eagle3_reference import (
     FORMATS,
     PLAIN,
@@ -39,17 +44,38 @@ from tests.logit_rows import a_sampling_request
 BLOCK, NUM_BLOCKS = 4, 64
 
 
-def a_drafter(path: str, **changes: Any) -> Eagle3Drafter:
+MakeDrafter = Callable[..., Eagle3Drafter]
+
+
+def _parts(compute: str) -> TargetParts:
+    if compute == "torch":
+        return target_parts()
+    return target_parts(
+        dtype=torch.float32,
+        embedding=target_parts().embedding.float(),
+        native=NativeForm("fp32", 2),
+    )
+
+
+def new_drafter(compute: str, path: str, **changes: Any) -> Eagle3Drafter:
     given: dict[str, Any] = {
         "argument": path,
         "vocab_size": V,
         "num_blocks": NUM_BLOCKS,
         "block_size": BLOCK,
-        "target": target_parts(),
+        "target": _parts(compute),
     }
     drafter = DRAFTERS["eagle3"](DrafterResources(**(given | changes)))
     assert isinstance(drafter, Eagle3Drafter)
     return drafter
+
+
+@pytest.fixture(params=["torch", "native"])
+def a_drafter(request: pytest.FixtureRequest) -> MakeDrafter:
+    """Every story is told to both; native code takes fp32, torch fp64."""
+    if request.param == "native" and not native_step.available():
+        pytest.skip(f"no native kernels: {native_library.why_not()}")
+    return partial(new_drafter, request.param)
 
 
 # --- a sequence as the engine would run it -------------------------------------------------------
@@ -127,7 +153,7 @@ def assert_chain_is_the_references(
     for idx, token_id in enumerate(draft.token_ids):
         logits = reference.logits(history, draft.token_ids[:idx], first_state)
         assert token_id == int(logits.argmax())
-        assert draft.scores[idx] == pytest.approx(float(torch.softmax(logits, 0).max()), rel=1e-6)
+        assert draft.scores[idx] == pytest.approx(float(torch.softmax(logits, 0).max()), rel=1e-5)
 
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5)
@@ -139,7 +165,7 @@ PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5)
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_both_public_formats_guess_what_the_reference_guesses(
-    tmp_path: Path, file_format: str, variant: dict[str, Any]
+    a_drafter: MakeDrafter, tmp_path: Path, file_format: str, variant: dict[str, Any]
 ) -> None:
     drafter = a_drafter(FORMATS[file_format](tmp_path, variant))
     running = Running(drafter, PROMPT)
@@ -152,7 +178,7 @@ def test_both_public_formats_guess_what_the_reference_guesses(
         running.say([*draft.token_ids[:accepted], 11 + accepted])
 
 
-def test_a_tree_is_the_references_tree(tmp_path: Path) -> None:
+def test_a_tree_is_the_references_tree(a_drafter: MakeDrafter, tmp_path: Path) -> None:
     """Every node's children are the best of what the reference says after that node's path."""
     running = Running(a_drafter(specforge(tmp_path)), PROMPT)
     running.prefill(chunk=16, first_token=7)
@@ -170,7 +196,9 @@ def test_a_tree_is_the_references_tree(tmp_path: Path) -> None:
         assert family == logits.topk(3).indices.tolist()[: len(family)]
 
 
-def test_sampling_rows_guess_with_the_targets_own_noise(tmp_path: Path) -> None:
+def test_sampling_rows_guess_with_the_targets_own_noise(
+    a_drafter: MakeDrafter, tmp_path: Path
+) -> None:
     running = Running(a_drafter(specforge(tmp_path)), PROMPT, temperature=0.7, seed=12)
     running.prefill(chunk=16, first_token=7)
     draft = running.propose(max_tokens=6)
@@ -182,6 +210,7 @@ def test_sampling_rows_guess_with_the_targets_own_noise(tmp_path: Path) -> None:
 
 
 def test_under_rejection_the_law_it_drew_from_is_reported_over_the_targets_ids(
+    a_drafter: MakeDrafter,
     tmp_path: Path,
 ) -> None:
     running = Running(a_drafter(specforge(tmp_path)), PROMPT, temperature=0.7, verify="rejection")
@@ -198,7 +227,7 @@ def test_under_rejection_the_law_it_drew_from_is_reported_over_the_targets_ids(
 # --- what its KV depends on ----------------------------------------------------------------------
 
 
-def test_rows_of_a_batch_are_guessed_as_if_alone(tmp_path: Path) -> None:
+def test_rows_of_a_batch_are_guessed_as_if_alone(a_drafter: MakeDrafter, tmp_path: Path) -> None:
     drafter = a_drafter(specforge(tmp_path))
     batch = [
         Running(drafter, PROMPT[: 3 + 4 * idx], seq_id=idx, blocks=range(idx, NUM_BLOCKS, 3))
@@ -214,7 +243,9 @@ def test_rows_of_a_batch_are_guessed_as_if_alone(tmp_path: Path) -> None:
         assert alone.scores == pytest.approx(draft.scores)
 
 
-def test_random_acceptance_and_pauses_leave_no_trace(tmp_path: Path) -> None:
+def test_random_acceptance_and_pauses_leave_no_trace(
+    a_drafter: MakeDrafter, tmp_path: Path
+) -> None:
     """After any past, with trees and steps without guesses, it guesses the reference's chain."""
     drafter = a_drafter(specforge(tmp_path))
     reference, chance = Reference(PLAIN), random.Random(1)
@@ -231,7 +262,9 @@ def test_random_acceptance_and_pauses_leave_no_trace(tmp_path: Path) -> None:
     assert_chain_is_the_references(running.propose(max_tokens=4), reference, running.history)
 
 
-def test_a_prefix_hit_on_its_own_blocks_guesses_as_on_a_cold_prompt(tmp_path: Path) -> None:
+def test_a_prefix_hit_on_its_own_blocks_guesses_as_on_a_cold_prompt(
+    a_drafter: MakeDrafter, tmp_path: Path
+) -> None:
     drafter = a_drafter(specforge(tmp_path))
     first = Running(drafter, PROMPT)
     first.prefill(chunk=16, first_token=7)
@@ -247,7 +280,9 @@ def test_a_prefix_hit_on_its_own_blocks_guesses_as_on_a_cold_prompt(tmp_path: Pa
     assert draft.kv_len == len(prompt)
 
 
-def test_a_hit_on_blocks_it_never_saw_is_guessed_from_what_it_did_see(tmp_path: Path) -> None:
+def test_a_hit_on_blocks_it_never_saw_is_guessed_from_what_it_did_see(
+    a_drafter: MakeDrafter, tmp_path: Path
+) -> None:
     drafter = a_drafter(specforge(tmp_path))
     running = Running(drafter, PROMPT, start=8)
     running.prefill(chunk=2, first_token=8)
@@ -260,7 +295,9 @@ def test_a_hit_on_blocks_it_never_saw_is_guessed_from_what_it_did_see(tmp_path: 
     assert draft.kv_len == 0
 
 
-def test_states_it_missed_are_a_gap_and_not_a_mistake(tmp_path: Path) -> None:
+def test_states_it_missed_are_a_gap_and_not_a_mistake(
+    a_drafter: MakeDrafter, tmp_path: Path
+) -> None:
     drafter = a_drafter(specforge(tmp_path))
     running = Running(drafter, PROMPT)
     running.prefill(chunk=16, first_token=7)
@@ -276,7 +313,7 @@ def test_states_it_missed_are_a_gap_and_not_a_mistake(tmp_path: Path) -> None:
     assert draft.kv_len == claimed
 
 
-def test_a_preempted_sequence_begins_again(tmp_path: Path) -> None:
+def test_a_preempted_sequence_begins_again(a_drafter: MakeDrafter, tmp_path: Path) -> None:
     drafter = a_drafter(specforge(tmp_path))
     running = Running(drafter, PROMPT)
     running.prefill(chunk=16, first_token=7)
@@ -287,7 +324,9 @@ def test_a_preempted_sequence_begins_again(tmp_path: Path) -> None:
     assert again.propose() == before
 
 
-def test_nothing_is_guessed_before_the_states_have_come(tmp_path: Path) -> None:
+def test_nothing_is_guessed_before_the_states_have_come(
+    a_drafter: MakeDrafter, tmp_path: Path
+) -> None:
     drafter = a_drafter(specforge(tmp_path))
     running = Running(drafter, PROMPT)
     assert running.propose() == Draft()
@@ -298,13 +337,8 @@ def test_nothing_is_guessed_before_the_states_have_come(tmp_path: Path) -> None:
 
 def test_a_long_prompt_is_caught_up_with_in_bounded_steps(tmp_path: Path) -> None:
     layer = Eagle3Layer.load(specforge(tmp_path), target_parts(), V)
-    drafter = Eagle3Drafter(
-        layer,
-        vocab_size=V,
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK,
-        max_catch_up=5,
-    )
+    compute = TorchEagle3(layer, vocab_size=V, num_blocks=NUM_BLOCKS, block_size=BLOCK)
+    drafter = Eagle3Drafter(layer.config, compute, block_size=BLOCK, max_catch_up=5)
     running = Running(drafter, PROMPT)
     running.prefill(chunk=16, first_token=7)
     seen = [running.propose(max_tokens=2) for _ in range(3)]
@@ -314,7 +348,7 @@ def test_a_long_prompt_is_caught_up_with_in_bounded_steps(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("max_positions", "num_guesses"), [(100, 4), (13, 3), (11, 1), (10, 0)])
 def test_it_does_not_run_past_its_own_length(
-    tmp_path: Path, max_positions: int, num_guesses: int
+    a_drafter: MakeDrafter, tmp_path: Path, max_positions: int, num_guesses: int
 ) -> None:
     variant = {"max_position_embeddings": max_positions}
     running = Running(a_drafter(specforge(tmp_path, variant)), PROMPT)
@@ -336,12 +370,14 @@ def test_it_does_not_run_past_its_own_length(
     ],
 )
 def test_layer_ids_are_inputs_at_the_top_and_outputs_inside_eagle_config(
-    tmp_path: Path, fields: dict[str, Any], layers: tuple[int, ...]
+    a_drafter: MakeDrafter, tmp_path: Path, fields: dict[str, Any], layers: tuple[int, ...]
 ) -> None:
     assert a_drafter(specforge(tmp_path, **fields)).hidden_layers == layers
 
 
-def test_tokens_beyond_the_targets_tokenizer_are_never_guessed(tmp_path: Path) -> None:
+def test_tokens_beyond_the_targets_tokenizer_are_never_guessed(
+    a_drafter: MakeDrafter, tmp_path: Path
+) -> None:
     drafter = a_drafter(specforge(tmp_path), vocab_size=V - 30)
     running = Running(drafter, PROMPT)
     running.prefill(chunk=16, first_token=7)
@@ -366,7 +402,7 @@ def test_tokens_beyond_the_targets_tokenizer_are_never_guessed(tmp_path: Path) -
     ],
 )
 def test_what_it_cannot_compute_exactly_is_refused_at_load(
-    tmp_path: Path, fields: dict[str, Any], words: list[str]
+    a_drafter: MakeDrafter, tmp_path: Path, fields: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(ModelError) as caught:
         a_drafter(specforge(tmp_path, **fields))
@@ -374,7 +410,9 @@ def test_what_it_cannot_compute_exactly_is_refused_at_load(
 
 
 @pytest.mark.parametrize("wrong", ["absolute", "without map", "another t2d", "leftover"])
-def test_a_vocabulary_map_that_lies_is_refused(tmp_path: Path, wrong: str) -> None:
+def test_a_vocabulary_map_that_lies_is_refused(
+    a_drafter: MakeDrafter, tmp_path: Path, wrong: str
+) -> None:
     tensors = the_tensors(PLAIN)
     if wrong == "absolute":
         tensors["d2t"] = tensors["d2t"] + torch.arange(W)
@@ -389,7 +427,9 @@ def test_a_vocabulary_map_that_lies_is_refused(tmp_path: Path, wrong: str) -> No
         a_drafter(write_checkpoint(tmp_path, config, tensors))
 
 
-def test_without_a_path_or_a_target_it_says_what_it_needs(tmp_path: Path) -> None:
+def test_without_a_path_or_a_target_it_says_what_it_needs(
+    a_drafter: MakeDrafter, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="eagle3:PATH"):
         a_drafter(specforge(tmp_path), argument=None)
     with pytest.raises(ConfigError, match="hidden states"):

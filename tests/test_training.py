@@ -28,7 +28,7 @@ from specserve_drafts.head_files import read_checkpoint
 from specserve_kernels import make_backend
 from specserve_kernels.interface import PagedBatch
 from tests.head_checkpoints import target_parts
-from tests.test_eagle3 import Running, a_drafter
+from tests.test_eagle3 import Running, new_drafter
 from tests.training_world import (
     VOCAB,
     a_lesson,
@@ -60,7 +60,7 @@ def test_an_exported_head_guesses_in_the_drafter_what_it_guessed_in_training(
     params = {n: t.double() for n, t in tensors.items() if n not in ("d2t", "t2d")}
     target_ids = torch.arange(shape.draft_vocab_size) + tensors["d2t"]
     student = Eagle3Student(shape, params, target_ids, target_parts().embedding)
-    drafter = a_drafter(str(tmp_path))
+    drafter = new_drafter("torch", str(tmp_path))
     assert drafter.hidden_layers == shape.hidden_layers
     text = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
     for seq_id, num_known in enumerate(range(3, len(text))):

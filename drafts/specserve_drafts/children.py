@@ -105,7 +105,7 @@ def _best(
     for idx, place in enumerate(places):
         if not np.isfinite(values_np[idx, 0]):  # NaN counts as the largest
             result.append(None)
-        elif _needs_edits(place.row):
+        elif needs_edits(place.row):
             result.append(_edited(wide[idx : idx + 1], place.row, vocab_size, target_ids))
         else:
             ids = entries_np[idx] if target_ids is None else target_ids[entries_np[idx]]
@@ -113,7 +113,8 @@ def _best(
     return result
 
 
-def _needs_edits(row: LogitsRow) -> bool:
+def needs_edits(row: LogitsRow) -> bool:
+    """Whether logits change by penalties, biases or masks; if not here, then nowhere deeper."""
     params = row.request.params
     return bool(
         params.presence_penalty

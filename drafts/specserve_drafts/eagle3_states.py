@@ -14,11 +14,18 @@ guesses get better as text grows; the other choice, none at all, would be worse.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 MAX_BUFFERED = 4096  # positions per sequence; a drafter that is not asked for that long has a gap
+
+
+class State(NamedTuple):
+    """The fused state rows[idx] [H'] of rows [n, H'] that nobody writes to any more."""
+
+    rows: Tensor
+    idx: int
 
 
 @dataclass(slots=True)
@@ -28,16 +35,16 @@ class Track:
     claim: positions whose states are used up, counted from the first, and whose KV is valid: what
            the runner may rely on. Stands still once there is a gap
     base, end: slots base <= j < end have KV
-    carry: [H'] the fused state at end - 1, where it is known from a cached block
-    last:  [H'] the fused state that slot end - 1 was made of: guessing starts from it
+    carry: the fused state at end - 1, where it is known from a cached block
+    last:  the fused state that slot end - 1 was made of: guessing starts from it
     """
 
     claim: int
     base: int
     end: int
     has_gap: bool = False
-    carry: Tensor | None = None
-    last: Tensor | None = None
+    carry: State | None = None
+    last: State | None = None
     _chunks: list[Tensor] = field(default_factory=list)  # [m, A, D] each, in order
 
     @property
@@ -55,7 +62,10 @@ class Track:
         return self.end - 1 + self.num_ready
 
     def see(self, start: int, hidden: Tensor) -> None:
-        """hidden [m, A, D]: the target's states at positions start, start + 1, ..., to be kept."""
+        """hidden [m, A, D]: the target's states at positions start, start + 1, ..., to be kept.
+
+        Nobody writes to them any more; they may be a part of a whole step's.
+        """
         if start < self.next_state:
             hidden = hidden[self.next_state - start :]
         elif start > self.next_state or self.num_buffered > MAX_BUFFERED:
@@ -70,20 +80,21 @@ class Track:
         self.base = self.end = start + 1
         self.has_gap = True
 
-    def take(self, num_states: int) -> Tensor:
-        """[num_states, A, D], the oldest of the buffer."""
+    def take(self, num_states: int) -> list[Tensor]:
+        """The oldest of the buffer: [m, A, D] each, num_states in all."""
         taken = []
         while num_states:
             chunk = self._chunks[0]
-            taken.append(chunk[:num_states])
             if len(chunk) > num_states:
                 self._chunks[0] = chunk[num_states:]
+                chunk = chunk[:num_states]
             else:
                 self._chunks.pop(0)
-            num_states -= len(taken[-1])
-        return torch.cat(taken)
+            taken.append(chunk)
+            num_states -= len(chunk)
+        return taken
 
-    def filled(self, num_slots: int, last: Tensor) -> None:
+    def filled(self, num_slots: int, last: State) -> None:
         self.end += num_slots
         self.carry = None
         self.last = last
@@ -91,11 +102,11 @@ class Track:
             self.claim = self.end - 1
 
 
-def begin(kv_len: int, tail: Tensor | None) -> Track:
+def begin(kv_len: int, tail: State | None) -> Track:
     """A sequence met for the first time.
 
     kv_len: of its blocks as the runner knows it, whole blocks
-    tail:   [H'] the state at position kv_len - 1
+    tail:   the state at position kv_len - 1
     """
     if kv_len == 0:
         return Track(claim=0, base=1, end=1)

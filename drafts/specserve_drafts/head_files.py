@@ -18,8 +18,16 @@ from torch import Tensor
 from specserve.errors import ConfigError, ModelError
 from specserve.models.linear import GemmWeight, Weight
 from specserve.weights import load_weights, read_config, resolve_model
+from specserve_kernels.native_step import Dtype
 
 Pack = Callable[[Tensor], Weight]
+
+
+class NativeForm(msgspec.Struct, frozen=True):
+    """How native code runs a head. threads: of a call, the calling thread included."""
+
+    dtype: Dtype
+    threads: int
 
 
 class TargetParts(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +38,7 @@ class TargetParts(msgspec.Struct, frozen=True, kw_only=True):
     final_norm: [n, D] -> [n, D], what stands between the last layer and the head
     dtype:      of the drafter's activations, norms and KV
     pack:       a matrix [out, in] in `dtype` -> the layout its products read
+    native:     how heads that native code can run are packed; None: they run in torch
     """
 
     num_layers: int
@@ -39,6 +48,7 @@ class TargetParts(msgspec.Struct, frozen=True, kw_only=True):
     final_norm: Callable[[Tensor], Tensor]
     dtype: torch.dtype
     pack: Pack = GemmWeight
+    native: NativeForm | None = None
 
 
 class Head(Protocol):

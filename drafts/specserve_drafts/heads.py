@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Final
 
-from specserve_drafts.eagle3_model import Eagle3Layer
+from specserve_drafts.eagle3_head import load_eagle3_head
 from specserve_drafts.head_files import Head, TargetParts, need_parts
 from specserve_drafts.medusa import load_medusa
 from specserve_drafts.mlp_speculator import load_mlp_speculator
 
 # (path, target, vocab_size of the target's tokenizer) -> head
 HEADS: Final[Mapping[str, Callable[[str, TargetParts, int], Head]]] = {
-    "eagle3": Eagle3Layer.load,
+    "eagle3": load_eagle3_head,
     "medusa": load_medusa,
     "mlp_speculator": load_mlp_speculator,
 }

@@ -120,7 +120,8 @@ def _pool(threads: int, process: int) -> int:
     return int(library().specserve_new_pool(threads))
 
 
-def _threads(threads: int) -> int:
+def pool_of(threads: int) -> int:
+    """The address of this process's native pool of so many threads."""
     return _pool(threads, os.getpid())  # a fork has none of its parent's threads
 
 
@@ -140,7 +141,7 @@ class NativeStep:
         self.shape = shape
         self.kv_dtype = KV_DTYPES[dtype]
         self._dtype = dtype
-        self._pool = _threads(threads)
+        self._pool = pool_of(threads)
         self._phases = CPhases()
         self._keep: list[object] = []
         embedding = packed["embedding"]
@@ -324,7 +325,7 @@ def paged_attention(
         *(byref(segments), byref(CHeads(num_heads, num_kv_heads, head_dim))),
         *(kv[0].data_ptr(), kv[1].data_ptr(), kv[0].dtype == torch.bfloat16),
         *(new_keys.data_ptr(), new_values.data_ptr(), query.data_ptr(), out.data_ptr()),
-        *(head_dim**-0.5, window or 0, _threads(threads)),
+        *(head_dim**-0.5, window or 0, pool_of(threads)),
     )
     del keep
     return out

@@ -229,7 +229,7 @@ def _pack_layer(
         gate, up = (
             taker.take(f"{mlp}.{name}_proj.{kind}", inner, *columns) for name in ("gate", "up")
         )
-        return _alternate(gate, up)
+        return alternate(gate, up)
 
     down = matrix({f"{mlp}.down_proj": width}, inner)
     missing = -inner % GATE_UP_GROUP
@@ -260,7 +260,7 @@ def _pack_layer(
     return packed | biases
 
 
-def _alternate(gate: Tensor, up: Tensor) -> Tensor:
+def alternate(gate: Tensor, up: Tensor) -> Tensor:
     """gate and up [I, ...] -> [2 * padded I, ...]: 16 rows of gate, 16 of up, and so on."""
     rest = gate.shape[1:]
     both = torch.stack([gate, up])  # [2, I, ...]

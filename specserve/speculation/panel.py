@@ -126,8 +126,8 @@ def _with_own_layers(
 ) -> tuple[Outcome, ...]:
     """Outcomes whose hidden states are those of a drafter's own layers, in its order."""
     columns = [captured.index(layer) for layer in own]
-    if not columns and not captured:
-        return tuple(outcomes)
+    if columns == list(range(len(captured))):
+        return tuple(outcomes)  # as they are: choosing columns copies
     return tuple(
         msgspec.structs.replace(
             outcome,

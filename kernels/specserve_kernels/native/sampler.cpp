@@ -39,6 +39,9 @@ SamplerChoice choice_of(const SamplerLoops& loops, const SamplerRow& row) {
 }
 
 }  // namespace
+
+const SamplerLoops& sampler_loops() { return *loops_in_use; }
+
 }  // namespace specserve
 
 #define SPECSERVE_EXPORT extern "C" __attribute__((visibility("default")))

@@ -75,6 +75,8 @@ struct SamplerLoops {
                         uint64_t* found);
 };
 
+const SamplerLoops& sampler_loops();  // the set in use
+
 constexpr int GROUP = 128;  // tokens whose leading bits are 8 blocks, one block per 64-bit lane
 
 extern const SamplerLoops SAMPLER_PORTABLE;
