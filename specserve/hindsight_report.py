@@ -109,17 +109,14 @@ def render(report: RegretReport) -> str:
         lines.append(
             f"{rows:>7} {one.num_steps:>7} {one.num_guesses / one.num_steps:>13.2f} "
             f"{one.without:>10.1f} {one.chosen:>7.1f} "
-            f"{one.best:>7.1f} (survival >= {one.best_threshold:.3f}) {one.regret:>7.2%}"
+            f"{one.best:>7.1f} ({one.best_policy:<17}) {one.regret:>7.2%}"
         )
     lines += [
-        "",
-        f"the first k of every row, the best k being {look.best_first}: "
-        f"{look.best_first_goodput:.1f} tok/s",
         "",
         "believed  observed  guesses",
         *(f"{one.believed:>8.3f} {one.observed:>9.3f} {one.num_guesses:>8}" for one in report.bins),
         "",
-        f"regret {look.regret:.2%} (goal: at most {MOST_REGRET:.0%})",
+        f"regret {look.regret:.2%} of the time (goal: at most {MOST_REGRET:.0%})",
         f"calibration error of survival {report.calibration_error:.2%} (goal: at most "
         f"{MOST_ERROR:.0%}); "
         + ", ".join(f"{name} {error:.2%}" for name, error in report.by_drafter.items()),

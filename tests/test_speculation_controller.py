@@ -17,7 +17,7 @@ from specserve.speculation.hindsight import (
     first,
     goodput,
     keep,
-    regret,
+    look_back,
 )
 from specserve.speculation.recording import Recording
 from tests.speculation_world import CostTable, Kind, Rate, World, a_world
@@ -203,7 +203,7 @@ def test_regret_against_the_best_policy_in_hindsight_is_at_most_three_percent() 
     kinds = {"ngram": cheap(MIXED, scores=True)}
     a_world(kinds, num_seqs=6, costs=CPU, recording=recording).run(1200)
     steps = recording.steps()[200:]
-    assert regret(steps) <= 0.03
+    assert look_back(steps).regret <= 0.03
     assert calibration_error(calibration_pairs(steps)) <= 0.02
     assert goodput(steps, as_chosen) > 1.1 * goodput(steps, first(0))
 

@@ -8,6 +8,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import openai
 import pytest
 
@@ -25,7 +26,6 @@ from specserve.speculation.hindsight import (
     goodput,
     keep,
     look_back,
-    regret,
 )
 from specserve.speculation.recording import Recording, read_steps
 from tests.speculation_world import Kind, a_world
@@ -62,17 +62,25 @@ def test_the_best_in_hindsight_is_the_best_of_every_policy_tried_one_by_one() ->
     assert [(one.least_rows, one.most_rows) for one in look.classes] == [(1, 1), (2, 3), (4, 7)]
     for one in look.classes:
         members = [step for step in steps if one.least_rows <= step.num_rows <= one.most_rows]
-        by_threshold = [goodput(members, keep(threshold)) for threshold in KEEP]
-        assert one.best == pytest.approx(max(by_threshold))
-        assert goodput(members, keep(one.best_threshold)) == pytest.approx(one.best)
+        rates = {f"survival >= {at:.3f}": goodput(members, keep(at)) for at in KEEP}
+        rates |= {f"first {count}": goodput(members, first(count)) for count in FIRST}
+        assert one.best == pytest.approx(max(rates.values()))
+        assert rates[one.best_policy] == pytest.approx(one.best)
+        assert one.chosen == pytest.approx(goodput(members, as_chosen))
         assert one.num_steps == len(members)
         assert one.without == pytest.approx(goodput(members, first(0)))
-    assert look.best_first_goodput == pytest.approx(
-        max(goodput(steps, first(count)) for count in FIRST)
-    )
-    assert look.regret == pytest.approx(
-        1 - goodput(steps, as_chosen) / max(look.best_keep, look.best_first_goodput)
-    )
+
+
+def test_regret_is_the_share_of_time_that_each_class_could_have_saved_on_its_own() -> None:
+    """Two classes, each with its best choice: nothing to regret, whatever one rate for both says."""
+    dear = tuple(0.01 * (1 + at) for at in range(9))
+    wrong = RecordedRow((0.1,), (-1,), (False,), (False,), "ngram")
+    right = RecordedRow((0.9,), (-1,), (True,), (True,), "ngram")
+    few = RecordedStep(1, (wrong,), dear, 0.0, 0.0)
+    many = RecordedStep(4, (right,) * 4, (0.01,) * 9, 0.0, 0.0)
+    assert look_back([few, many]).regret == pytest.approx(0)
+    idle = RecordedStep(4, (msgspec.structs.replace(right, kept=(False,)),) * 4, (0.01,) * 9, 0, 0)
+    assert look_back([few, idle]).regret == pytest.approx(0.25)  # half of one step in two
 
 
 def a_recording(most_steps: int = 1000, num_steps: int = 40) -> Recording:
@@ -176,7 +184,7 @@ def test_a_served_text_tells_which_of_all_proposed_guesses_were_right(
     report = tmp_path / "report.json"
     code = main(["study", "regret", str(file), "--warm-up", "5", "--json", str(report)])
     numbers = json.loads(report.read_text())
-    assert numbers["hindsight"]["regret"] == pytest.approx(regret(steps[5:]))
+    assert numbers["hindsight"]["regret"] == pytest.approx(look_back(steps[5:]).regret)
     assert numbers["calibration_error"] == pytest.approx(
         calibration_error(calibration_pairs(steps[5:]))
     )

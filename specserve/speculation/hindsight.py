@@ -4,12 +4,15 @@ A recorded step keeps every proposal, not only what was verified, with the survi
 believed, what the forward was expected to cost with 0, 1, ... guesses, and, once the text is known,
 which guesses were right (under `replay` the text does not depend on them, so all can be told).
 
-Regret is measured against the best single policy of a family, chosen afterwards on the same steps:
-    keep(t): verify what survives with at least t (one t per class of steps by number of rows), or
+Regret is measured against the best single policy of two families, chosen afterwards for each class
+of steps by number of rows:
+    keep(t):  verify what survives with at least t
     first(k): verify the first k guesses of every row
-    regret = 1 - (goodput as chosen) / (largest goodput of the family)
+    regret = the share of all time that would have been saved, had each class emitted its tokens at
+             the goodput of its best policy
 with goodput = sum of tokens / sum of seconds, both by the recorded costs, so that neither the noise
-of a clock nor where the text would have stood under another policy plays a part.
+of a clock nor where the text would have stood under another policy plays a part. (One goodput over
+all classes would praise guesses for nothing but moving time to where there are many rows.)
 """
 
 from __future__ import annotations
@@ -70,7 +73,10 @@ def first(count: int) -> Policy:
 
 
 class ClassHindsight(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the steps whose number of rows has so many bits. Rates are tokens per second."""
+    """Of the steps whose number of rows has so many bits. Rates are tokens per second.
+
+    best_policy: "survival >= 0.350" or "first 7"
+    """
 
     least_rows: int
     most_rows: int
@@ -79,7 +85,7 @@ class ClassHindsight(msgspec.Struct, frozen=True, kw_only=True):
     chosen: float
     without: float  # had no guess been verified, the drafts made all the same
     best: float
-    best_threshold: float
+    best_policy: str
 
     @property
     def regret(self) -> float:
@@ -87,15 +93,10 @@ class ClassHindsight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hindsight(msgspec.Struct, frozen=True, kw_only=True):
-    """regret 0.03: three percent more tokens per second were possible; below 0: the choice was
-    better than any policy of the family. best_first: the k of the best first(k)"""
+    """regret 0.03: three percent of the time could have been saved; below 0: the choice was better
+    than any policy of the families"""
 
     regret: float
-    chosen: float
-    without: float
-    best_keep: float
-    best_first: int
-    best_first_goodput: float
     classes: tuple[ClassHindsight, ...]
 
 
@@ -104,38 +105,34 @@ def look_back(steps: Seq[RecordedStep]) -> Hindsight:
     by_class: dict[int, list[RecordedStep]] = defaultdict(list)
     for step in steps:
         by_class[step.num_rows.bit_length()].append(step)
-    classes, tokens, seconds = [], 0.0, 0.0
+    classes, taken, needed = [], 0.0, 0.0
     for bits, members in sorted(by_class.items()):
-        sums = _sums_by_threshold(members)
-        at = max(range(len(KEEP)), key=lambda at: _ratio(sums[at]))
-        tokens, seconds = tokens + sums[at][0], seconds + sums[at][1]
+        best, policy = _best_policy(members)
+        tokens, seconds = _sums(members, as_chosen)
+        taken, needed = taken + seconds, needed + tokens / best
         classes.append(
             ClassHindsight(
                 least_rows=1 << (bits - 1),
                 most_rows=(1 << bits) - 1,
                 num_steps=len(members),
                 num_guesses=sum(sum(row.kept) for step in members for row in step.rows),
-                chosen=goodput(members, as_chosen),
+                chosen=tokens / seconds,
                 without=goodput(members, first(0)),
-                best=_ratio(sums[at]),
-                best_threshold=KEEP[at],
+                best=best,
+                best_policy=policy,
             )
         )
-    by_first = [goodput(steps, first(count)) for count in FIRST]
-    chosen, best_first = goodput(steps, as_chosen), max(by_first)
-    return Hindsight(
-        regret=1.0 - chosen / max(best_first, tokens / seconds),
-        chosen=chosen,
-        without=by_first[0],
-        best_keep=tokens / seconds,
-        best_first=by_first.index(best_first),
-        best_first_goodput=best_first,
-        classes=tuple(classes),
-    )
+    return Hindsight(regret=1.0 - needed / taken, classes=tuple(classes))
 
 
-def regret(steps: Seq[RecordedStep]) -> float:
-    return look_back(steps).regret
+def _best_policy(steps: Seq[RecordedStep]) -> tuple[float, str]:
+    """(goodput, in words)"""
+    found = [
+        (tokens / seconds, f"survival >= {threshold:.3f}")
+        for threshold, (tokens, seconds) in zip(KEEP, _sums_by_threshold(steps), strict=True)
+    ]
+    found += [(goodput(steps, first(count)), f"first {count}") for count in FIRST]
+    return max(found)
 
 
 def calibration_error(pairs: Iterable[tuple[float, bool]], num_bins: int = 20) -> float:
@@ -194,10 +191,6 @@ def _sums_by_threshold(steps: Iterable[RecordedStep]) -> list[tuple[float, float
             tokens[at] += emitted
             seconds[at] += step.fixed + step.ladder[num_guesses] + step.per_emitted * emitted
     return list(zip(tokens, seconds, strict=True))
-
-
-def _ratio(sums: tuple[float, float]) -> float:
-    return sums[0] / sums[1]
 
 
 def _sums(steps: Iterable[RecordedStep], policy: Policy) -> tuple[float, float]:
