@@ -72,7 +72,7 @@ def test_the_best_in_hindsight_is_the_best_of_every_policy_tried_one_by_one() ->
 
 
 def test_regret_is_the_share_of_time_that_each_class_could_have_saved_on_its_own() -> None:
-    """Two classes, each with its best choice: nothing to regret, whatever one rate for both says."""
+    """Two classes, each with its best choice: nothing to regret, whatever one rate would say."""
     dear = tuple(0.01 * (1 + at) for at in range(9))
     wrong = RecordedRow((0.1,), (-1,), (False,), (False,), "ngram")
     right = RecordedRow((0.9,), (-1,), (True,), (True,), "ngram")
