@@ -4,7 +4,7 @@ A drafter that knows the text (exact replay: a first pass without speculation te
 every position with probability alpha, by a seeded coin, and costs next to nothing. Then B rows
 with K guesses each emit (1 - alpha^(K+1)) / (1 - alpha) tokens per row and step, and
 
-    ceiling = max over K of  that * forward(B rows) / forward(B (K + 1) rows)
+    ceiling = max over K, 0 included, of  that * forward(B rows) / forward(B (K + 1) rows)
 
 by the costs that the server has measured itself. What is lost beneath it is drafting, choosing
 tokens, the host, and choices of the controller. Timed are steps in which all B rows decode, from
@@ -177,7 +177,7 @@ async def _cell(bed: _Bed, prompts: Seq[tuple[int, ...]], alpha: float, rounds: 
     batch = len(prompts)
     await bed.run(prompts, "auto")  # the controller learns; what a server does all day
     best_guesses, _ = ceiling(alpha, bed.ladder(batch), batch)
-    fixed = sorted({1, max(1, best_guesses // 2), best_guesses})
+    fixed = sorted({1, max(1, best_guesses // 2), max(1, best_guesses)})
     arms = ["off", "auto", *map(str, fixed)]
     found: dict[str, list[Timed]] = {arm: [] for arm in arms}
     for round_idx in range(rounds):
@@ -206,7 +206,7 @@ def ceiling(alpha: float, ladder: Seq[float], batch: int) -> tuple[int, float]:
     return max(
         (
             (count, (1 - alpha ** (count + 1)) / (1 - alpha) * ladder[0] / ladder[batch * count])
-            for count in range(1, (len(ladder) - 1) // batch + 1)
+            for count in range((len(ladder) - 1) // batch + 1)
         ),
         key=lambda one: one[1],
     )
