@@ -83,7 +83,7 @@ void pack_i8(int64_t n, int64_t k, const float* src, char* dst, float* scales) {
   std::memset(dst, 0, packed_bytes(DType::I8, n, k));
   for (int64_t j = 0; j < n; ++j) {
     char* tile = dst + j / LANES * tile_bytes;
-    scales[j] = quantise_row(src + j * k, k, row.data(), 64);
+    scales[j] = quantise_row<0>(src + j * k, k, row.data(), 64);
     int32_t sum = 0;
     for (int64_t i = 0; i < padded; ++i) sum += row[static_cast<size_t>(i)];
     for (int64_t i = 0; i < padded; i += 4) std::memcpy(tile + i * 16 + j % 16 * 4, &row[i], 4);
@@ -136,12 +136,13 @@ void prepare(DType dtype, int64_t num_rows, int64_t row_begin, int64_t row_end, 
 }
 
 void gemm(const Weight& weight, int64_t num_rows, const void* prepared, const float* row_scales,
-          int64_t col_begin, int64_t col_end, Epilogue epilogue, float* out, int64_t ldo) {
+          int64_t col_begin, int64_t col_end, Epilogue epilogue, float* out, int64_t ldo,
+          const void* ahead) {
   if (num_rows == 0 || col_begin >= col_end) return;
   const int64_t tile_end = round_up(col_end, COLUMN_TILE) / COLUMN_TILE;
   kernels_in_use()->gemm[index(weight.dtype)]({&weight, num_rows, prepared, row_scales,
                                                col_begin / COLUMN_TILE, tile_end, epilogue, out,
-                                               ldo});
+                                               ldo, ahead});
 }
 
 void gemm_thread_begin() { kernels_in_use()->thread_begin(); }

@@ -45,8 +45,9 @@ size_t packed_bytes(DType dtype, int64_t n, int64_t k);
 void pack(DType dtype, int64_t n, int64_t k, const float* src, void* dst, float* scales);
 
 // Rows in the form their gemm reads: int8 with one scale per row (mixed as gemm_mix.h says, weights
-// too; then amax / 127, round to nearest even), or bf16 (round to nearest even), or f32. k is padded with zeros. An int8 row of zeros (or
-// all below 2^-120) has scale 0; one with NaN or Inf has scale NaN, which makes its outputs NaN.
+// too; then amax / 127, round to nearest even; plus 128 where products want unsigned bytes), or bf16
+// (round to nearest even), or f32. k is padded with zeros. An int8 row of zeros (or all below
+// 2^-120) has scale 0; one with NaN or Inf has scale NaN, which makes its outputs NaN.
 size_t prepared_bytes(DType dtype, int64_t num_rows, int64_t k);
 // `prepared` is 64-byte aligned. Whoever prepares the last row also zeroes the padding behind it.
 // Prepare rows row_begin..row_end of x [num_rows, k] (leading dimension ldx) into `prepared`.
@@ -55,9 +56,11 @@ void prepare(DType dtype, int64_t num_rows, int64_t row_begin, int64_t row_end, 
 
 // Columns col_begin..col_end (of the weight's n) of x @ w.T for all num_rows rows.
 // out [num_rows, n or n/2] f32 with leading dimension ldo. Called by several threads at once on
-// disjoint column ranges; holds no state but the thread's own scratch.
+// disjoint column ranges; holds no state but the thread's own scratch. `ahead`: packed weights that
+// this thread reads next, asked for while the last columns are computed.
 void gemm(const Weight& weight, int64_t num_rows, const void* prepared, const float* row_scales,
-          int64_t col_begin, int64_t col_end, Epilogue epilogue, float* out, int64_t ldo);
+          int64_t col_begin, int64_t col_end, Epilogue epilogue, float* out, int64_t ldo,
+          const void* ahead = nullptr);
 
 // What a thread must do before its first and after its last gemm of a step (AMX tile state).
 void gemm_thread_begin();

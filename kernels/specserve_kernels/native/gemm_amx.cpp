@@ -30,19 +30,6 @@ void thread_begin() {
 
 void thread_end() { _tile_release(); }
 
-// Where to find the next weights, in 64-byte lines, and how many to ask for in each step over k.
-struct Prefetch {
-  const char* next;
-  const char* end;
-  int64_t lines_per_step;
-
-  inline void step() {
-    for (int64_t i = 0; i < lines_per_step && next < end; ++i, next += 64) {
-      _mm_prefetch(next, _MM_HINT_T1);
-    }
-  }
-};
-
 #define TILE_PRODUCT(C, A, B)        \
   do {                               \
     if constexpr (BF16) {            \
@@ -110,10 +97,7 @@ struct Panel {
   inline void columns(int64_t tile) const {
     const char* b = static_cast<const char*>(p.weight->packed) + tile * tile_bytes;
     const int64_t num_row_tiles = (p.num_rows + 15) / 16, num_blocks = (num_row_tiles + 1) / 2;
-    const char* next = b + NT * tile_bytes;
-    const char* end = static_cast<const char*>(p.weight->packed) + p.tile_end * tile_bytes;
-    if (next + NT * tile_bytes < end) end = next + NT * tile_bytes;
-    Prefetch prefetch{next, end, (NT * 16 + num_blocks - 1) / num_blocks};
+    Prefetch prefetch(p, tile, NT, tile_bytes, num_blocks * num_steps);
     ColumnTile column_tiles[NT];
     for (int t = 0; t < NT; ++t) fill(column_tiles[t], *p.weight, tile + t);
     int64_t row_tile = 0;
@@ -146,7 +130,7 @@ const Kernels& amx_kernels() {
   const Kernels& vector = avx512_kernels();
   static const Kernels kernels = {
       {vector.names[0], "amx", "amx"},
-      {vector.prepare[0], prepare_bf16, prepare_i8},
+      {vector.prepare[0], prepare_bf16, prepare_i8<0>},
       {vector.gemm[0], gemm_bf16, gemm_i8},
       thread_begin,
       thread_end,

@@ -1,12 +1,13 @@
 // build[x86_64]: -mavx2 -mfma -mf16c
 // AVX2: 16 columns are two registers; int8 by maddubs.
 //
-// A block of rows times one or two column tiles stays in registers over all of k. maddubs
+// A block of rows times one or two column tiles stays in registers over all of k
+// (gemm_blocks.h). maddubs
 // multiplies unsigned by signed bytes and saturates sums of pairs at 32,767: |x| times w with x's
 // sign is at most 2 * 127 * 127 = 32,258, because pack and prepare never write -128. f32 and bf16:
 // one fma chain per output, k ascending, whatever the block: the bits of the AVX-512 path.
 #if defined(__x86_64__)
-#include "gemm_common.h"
+#include "gemm_blocks.h"
 
 #include <immintrin.h>
 
@@ -39,10 +40,11 @@ struct Rows {
 struct I8 {
   using Sum = int32_t;
   static constexpr DType DTYPE = DType::I8;
+  static constexpr int MAX_ROWS = 2, MAX_TILES = 2;
 
   template <int R, int T>
   static inline void multiply(const Product& p, int64_t m, const char* w, int64_t tile_bytes,
-                              Sum* sums) {
+                              Prefetch& prefetch, Sum* sums) {
     constexpr int H = 2 * T;  // half tiles: 8 columns each
     const int64_t num_blocks = round_up(p.weight->k, 64) / 64;
     const Rows<R> rows(p, m, num_blocks);
@@ -53,6 +55,7 @@ struct I8 {
     }
     for (int64_t block = 0; block < num_blocks; ++block) {
       const char* at = w + block * TILE_BYTES;
+      prefetch.step();
       for (int group = 0; group < 16; ++group) {
         __m256i b[H];
         for (int h = 0; h < H; ++h) {
@@ -88,6 +91,7 @@ inline void store(const __m256 (&acc)[R][H], float* sums) {
 struct BF16 {
   using Sum = float;
   static constexpr DType DTYPE = DType::BF16;
+  static constexpr int MAX_ROWS = 2, MAX_TILES = 2;
 
   static inline __m256 even(__m256i pairs) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
@@ -100,13 +104,14 @@ struct BF16 {
 
   template <int R, int T>
   static inline void multiply(const Product& p, int64_t m, const char* w, int64_t tile_bytes,
-                              Sum* sums) {
+                              Prefetch& prefetch, Sum* sums) {
     constexpr int H = 2 * T;
     const int64_t num_blocks = round_up(p.weight->k, 64) / 32;
     const Rows<R> rows(p, m, num_blocks);
     __m256 acc[R][H] = {};
     for (int64_t block = 0; block < num_blocks; ++block) {
       const char* at = w + block * TILE_BYTES;
+      prefetch.step();
       for (int pair = 0; pair < 16; ++pair) {
         __m256i b[H];
         for (int h = 0; h < H; ++h) {
@@ -128,15 +133,17 @@ struct BF16 {
 struct F32 {
   using Sum = float;
   static constexpr DType DTYPE = DType::F32;
+  static constexpr int MAX_ROWS = 2, MAX_TILES = 2;
 
   template <int R, int T>
   static inline void multiply(const Product& p, int64_t m, const char* w, int64_t tile_bytes,
-                              Sum* sums) {
+                              Prefetch& prefetch, Sum* sums) {
     constexpr int H = 2 * T;
     const int64_t k = p.weight->k, padded = round_up(k, 64);
     const float* row = static_cast<const float*>(p.prepared) + m * padded;
     __m256 acc[R][H] = {};
     for (int64_t i = 0; i < k; ++i) {
+      if (i % 16 == 0) prefetch.step();
       __m256 b[H];
       for (int h = 0; h < H; ++h) {
         b[h] = _mm256_castsi256_ps(load(w + h / 2 * tile_bytes + i * 64 + h % 2 * 32));
@@ -150,33 +157,6 @@ struct F32 {
   }
 };
 
-template <typename Dot, int R, int T>
-inline void rows(const Product& p, int64_t m, const char* w, int64_t tile_bytes,
-                 const ColumnTile* columns) {
-  alignas(64) typename Dot::Sum sums[R * T * LANES];
-  Dot::template multiply<R, T>(p, m, w, tile_bytes, sums);
-  finish(p, columns, T, m, R, sums, R * LANES);
-}
-
-// All rows of T column tiles: the panel of weights stays in the caches meanwhile.
-template <typename Dot, int T>
-inline void panel(const Product& p, int64_t tile, int64_t tile_bytes) {
-  const char* w = static_cast<const char*>(p.weight->packed) + tile * tile_bytes;
-  ColumnTile columns[T];
-  for (int t = 0; t < T; ++t) fill(columns[t], *p.weight, tile + t);
-  int64_t m = 0;
-  for (; m + 2 <= p.num_rows; m += 2) rows<Dot, 2, T>(p, m, w, tile_bytes, columns);
-  for (; m < p.num_rows; ++m) rows<Dot, 1, T>(p, m, w, tile_bytes, columns);
-}
-
-template <typename Dot>
-void gemm(const Product& p) {
-  const int64_t tile_bytes = packed_tile_bytes(Dot::DTYPE, p.weight->k);
-  int64_t tile = p.tile_begin;
-  for (; tile + 2 <= p.tile_end; tile += 2) panel<Dot, 2>(p, tile, tile_bytes);
-  if (tile < p.tile_end) panel<Dot, 1>(p, tile, tile_bytes);
-}
-
 void no_thread_state() {}
 
 }  // namespace
@@ -184,7 +164,7 @@ void no_thread_state() {}
 const Kernels& avx2_kernels() {
   static const Kernels kernels = {
       {"avx2", "avx2", "avx2"},
-      {prepare_f32, prepare_bf16, prepare_i8},
+      {prepare_f32, prepare_bf16, prepare_i8<0>},
       {gemm<F32>, gemm<BF16>, gemm<I8>},
       no_thread_state,
       no_thread_state,

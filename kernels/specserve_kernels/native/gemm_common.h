@@ -55,13 +55,16 @@ inline RowScale row_scale(const float* x, int64_t k) {
   return {amax / 127.0f, 127.0f / amax};
 }
 
+template <int ZERO>
 inline void quantise64(const float* x, float inverse, int8_t* q) {
   for (int i = 0; i < 64; ++i) {
-    q[i] = static_cast<int8_t>(bits_of(x[i] * inverse + ROUNDER) - ROUNDER_BITS);
+    q[i] = static_cast<int8_t>(bits_of(x[i] * inverse + ROUNDER) - (ROUNDER_BITS - ZERO));
   }
 }
 
-// One row to int8, mixed in blocks of 64, which lie `block_stride` bytes apart. Returns the scale.
+// One row to bytes q + ZERO, mixed in blocks of 64, which lie `block_stride` bytes apart. Returns the
+// scale.
+template <int ZERO>
 inline float quantise_row(const float* x, int64_t k, int8_t* q, int64_t block_stride) {
   thread_local std::vector<float> scratch;
   const int64_t padded = round_up(k, MIXED);
@@ -73,9 +76,9 @@ inline float quantise_row(const float* x, int64_t k, int8_t* q, int64_t block_st
   const RowScale by = row_scale(mixed, padded);
   for (int64_t i = 0; i < padded; i += MIXED, q += block_stride) {
     if (by.inverse == 0.0f) {
-      std::memset(q, 0, MIXED);
+      std::memset(q, ZERO, MIXED);
     } else {
-      quantise64(mixed + i, by.inverse, q);
+      quantise64<ZERO>(mixed + i, by.inverse, q);
     }
   }
   return by.scale;
@@ -104,13 +107,15 @@ inline int64_t padded_rows_end(const PrepareRows& p) {
   return p.row_end == p.num_rows ? round_up(p.num_rows, 16) : p.row_end;
 }
 
+// ZERO: 0 for signed bytes, 128 for unsigned ones.
+template <int ZERO>
 inline void prepare_i8(const PrepareRows& p) {
   const int64_t num_blocks = round_up(p.k, 64) / 64;
   int8_t* prepared = static_cast<int8_t*>(p.prepared);
   for (int64_t m = p.row_begin; m < padded_rows_end(p); ++m) {
     int8_t* row = prepared + (m / 16 * num_blocks * 16 + m % 16) * 64;
     if (m < p.row_end) {
-      p.row_scales[m] = quantise_row(p.x + m * p.ldx, p.k, row, TILE_BYTES);
+      p.row_scales[m] = quantise_row<ZERO>(p.x + m * p.ldx, p.k, row, TILE_BYTES);
       continue;
     }
     for (int64_t b = 0; b < num_blocks; ++b) std::memset(row + b * TILE_BYTES, 0, 64);
@@ -248,6 +253,29 @@ inline int64_t packed_tile_bytes(DType dtype, int64_t k) {
   if (dtype == DType::I8) return padded * LANES + SUMS_BYTES;
   return padded * LANES * (dtype == DType::BF16 ? 2 : 4);
 }
+
+// Asks for the weights that come after column tiles tile..tile+num_tiles: as many of the same
+// product, or what the caller reads next. One line at least in each of num_steps steps.
+struct Prefetch {
+  const char* next;
+  const char* end;
+  int64_t lines_per_step;
+
+  Prefetch(const Product& p, int64_t tile, int num_tiles, int64_t tile_bytes, int64_t num_steps) {
+    const char* packed = static_cast<const char*>(p.weight->packed);
+    const int64_t left = p.tile_end - tile - num_tiles;
+    const int64_t bytes = tile_bytes * (left > 0 && left < num_tiles ? left : num_tiles);
+    next = left > 0 ? packed + (tile + num_tiles) * tile_bytes : static_cast<const char*>(p.ahead);
+    end = next == nullptr ? nullptr : next + bytes;
+    lines_per_step = (bytes / 64 + num_steps - 1) / num_steps;
+  }
+
+  inline void step() {
+    for (int64_t i = 0; i < lines_per_step && next < end; ++i, next += 64) {
+      __builtin_prefetch(next, 0, 2);  // to the second level
+    }
+  }
+};
 
 }  // namespace
 }  // namespace specserve

@@ -25,6 +25,7 @@ struct Product {
   Epilogue epilogue;
   float* out;
   int64_t ldo;
+  const void* ahead;  // weights that the thread reads next, or nullptr
 };
 
 struct PrepareRows {

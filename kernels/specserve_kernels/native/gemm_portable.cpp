@@ -105,7 +105,7 @@ void no_thread_state() {}
 const Kernels& portable_kernels() {
   static const Kernels kernels = {
       {"portable", "portable", "portable"},
-      {prepare_f32, prepare_bf16, prepare_i8},
+      {prepare_f32, prepare_bf16, prepare_i8<0>},
       {gemm_f32, gemm_bf16, gemm_i8},
       no_thread_state,
       no_thread_state,
