@@ -3,8 +3,17 @@
 
 namespace specserve {
 
-// About 20 microseconds where a pause takes 40 ns, as long as waking a sleeper takes.
-constexpr int SPINS = 500;
+// A pause takes about 40 ns. Waking a sleeper takes 20 us and more, so between steps, where a wait
+// is long, a thread spins for as long as that; inside a step, where the others may be some ten
+// microseconds away at every barrier, for ten times as long. Where more than one in five of such
+// waits are in vain a neighbour process holds threads back, and spinning would deprive them of their
+// core: then waits are short for a while. Number: beside one busy process long waits alone take
+// twice as long as short ones alone.
+constexpr int SHORT_SPINS = 500;
+constexpr int LONG_SPINS = 5000;
+constexpr int SHORT_WAITS = 128;
+constexpr int MOST_DISTRUST = 8;
+constexpr int DISTRUST_OF_ONE_IN_VAIN = 4;  // a wait that was not takes 1 off
 
 void Pool::Signal::advance() {
   value.fetch_add(1);  // sequentially consistent, as is the sleepers' count: one of both is seen
@@ -13,15 +22,16 @@ void Pool::Signal::advance() {
   changed.notify_all();
 }
 
-void Pool::Signal::wait_while(uint32_t seen) {
-  for (int spin = 0; spin < SPINS; spin++) {
-    if (value.load(std::memory_order_acquire) != seen) return;
+bool Pool::Signal::wait_while(uint32_t seen, int num_spins) {
+  for (int spin = 0; spin < num_spins; spin++) {
+    if (value.load(std::memory_order_acquire) != seen) return true;
     pause_briefly();
   }
   std::unique_lock<std::mutex> lock(mutex);
   num_sleepers.fetch_add(1);
   changed.wait(lock, [&] { return value.load() != seen; });
   num_sleepers.fetch_sub(1);
+  return false;
 }
 
 Pool::Pool(int num_threads) : num_threads_(num_threads) {
@@ -51,13 +61,30 @@ void Pool::barrier() {
     num_arrived_.store(0, std::memory_order_relaxed);
     passed_.advance();
   } else {
-    passed_.wait_while(seen);
+    wait_until_passed(seen);
   }
+}
+
+void Pool::wait_until_passed(uint32_t seen) {
+  const int short_waits = num_short_waits_.load(std::memory_order_relaxed);
+  if (short_waits > 0) {
+    num_short_waits_.store(short_waits - 1, std::memory_order_relaxed);
+    passed_.wait_while(seen, SHORT_SPINS);
+    return;
+  }
+  const bool in_vain = !passed_.wait_while(seen, LONG_SPINS);
+  const int distrust = distrust_.load(std::memory_order_relaxed);
+  if (in_vain && distrust + DISTRUST_OF_ONE_IN_VAIN > MOST_DISTRUST)
+    num_short_waits_.store(SHORT_WAITS, std::memory_order_relaxed);
+  else if (in_vain)
+    distrust_.store(distrust + DISTRUST_OF_ONE_IN_VAIN, std::memory_order_relaxed);
+  else if (distrust > 0)
+    distrust_.store(distrust - 1, std::memory_order_relaxed);
 }
 
 void Pool::work(int thread) {
   for (uint32_t seen = 0;; seen++) {
-    start_.wait_while(seen);
+    start_.wait_while(seen, SHORT_SPINS);
     if (stopping_) return;
     job_(context_, thread);
     barrier();

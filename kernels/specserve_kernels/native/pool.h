@@ -1,6 +1,6 @@
 // The threads of native steps: the caller and num_threads - 1 workers that live as long as the
-// pool. At a barrier a thread spins for some microseconds, then sleeps: a neighbour process that
-// takes a core must cost its share, not a spinning thread's. Between steps workers sleep.
+// pool. At a barrier a thread spins for a while, then sleeps: a neighbour process that takes a core
+// must cost its share, not a spinning thread's. Between steps workers sleep.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -44,10 +44,11 @@ class Pool {
     std::mutex mutex;
     std::condition_variable changed;
     void advance();
-    void wait_while(uint32_t seen);
+    bool wait_while(uint32_t seen, int num_spins);  // whether spinning was enough
   };
 
   void work(int thread);
+  void wait_until_passed(uint32_t seen);
 
   const int num_threads_;
   std::vector<std::thread> workers_;
@@ -55,6 +56,8 @@ class Pool {
   Signal start_;    // advances when a job is there
   Signal passed_;   // advances when all have come to a barrier
   alignas(64) std::atomic<int> num_arrived_{0};
+  std::atomic<int> num_short_waits_{0};  // still to come; any thread's, not exact
+  std::atomic<int> distrust_{0};         // of long waits: grows with those in vain
   Job job_ = nullptr;
   void* context_ = nullptr;
   bool stopping_ = false;
