@@ -6,7 +6,9 @@
 // where | is a barrier. Rows of the small phases and columns of the products are dealt out in
 // advance, attention items as threads become free: who computes what changes no bit. For a few rows
 // every thread prepares all of them into a buffer of its own: cheaper than waiting for each other,
-// and four barriers a layer fewer where a neighbour process may hold a thread back.
+// and four barriers a layer fewer where a neighbour process may hold a thread back. Of many rows
+// (a prompt's) each thread takes its own through all columns: weights come to every core, but no
+// row crosses from one to another, and only attention waits.
 #include "step.h"
 
 #include <algorithm>
@@ -19,6 +21,9 @@
 #include "row_kernels.h"
 #if defined(__x86_64__)
 #include <xmmintrin.h>
+#endif
+#if defined(__linux__)
+#include <sys/mman.h>
 #endif
 
 namespace specserve {
@@ -41,6 +46,8 @@ class FlushTinyNumbers {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr size_t HUGE_PAGE = 2 << 20;
+
 // 64-byte aligned memory that only grows; contents are lost when it does.
 class Buffer {
  public:
@@ -49,7 +56,12 @@ class Buffer {
     if (bytes <= size_) return;
     std::free(memory_);
     size_ = (bytes + bytes / 4 + 63) / 64 * 64;
-    memory_ = std::aligned_alloc(64, size_);
+    const size_t page = size_ < HUGE_PAGE ? 64 : HUGE_PAGE;
+    size_ = (size_ + page - 1) / page * page;
+    memory_ = std::aligned_alloc(page, size_);
+#if defined(MADV_HUGEPAGE)
+    if (page == HUGE_PAGE) madvise(memory_, size_, MADV_HUGEPAGE);
+#endif
   }
   void* data() const { return memory_; }
   float* floats() const { return static_cast<float*>(memory_); }
@@ -59,7 +71,20 @@ class Buffer {
   size_t size_ = 0;
 };
 
-constexpr int64_t MOST_ROWS_ALONE = 4;  // prepared by every thread for itself
+// How the threads share a product.
+enum class Share {
+  COPIES,   // each prepares all rows for itself and multiplies its columns
+  COLUMNS,  // each prepares some rows for all and multiplies its columns
+  ROWS,     // each prepares and multiplies its rows, all columns
+};
+
+constexpr int64_t MOST_COPIED_ROWS = 4;
+constexpr int64_t LEAST_OWN_ROWS = 64;  // per thread
+
+Share share_of(int64_t num_rows, int num_threads) {
+  if (num_rows <= MOST_COPIED_ROWS) return Share::COPIES;
+  return num_rows >= LEAST_OWN_ROWS * num_threads ? Share::ROWS : Share::COLUMNS;
+}
 
 struct Range {
   int64_t begin, end;
@@ -100,37 +125,45 @@ struct StepRun {
   const int64_t num_rows;
   const int64_t qkv_size;  // (N+2G)*H
   const int64_t query_size;
+  const Share layer_share, head_share;
   std::vector<std::atomic<int64_t>> next_item;  // per layer
 
   StepRun(const Model& m, const Step& s, Pool& p, Workspace& w, Phases& ph)
       : model(m), step(s), pool(p), space(w), phases(ph), kernel(row_kernels()),
         num_rows(s.segments.num_rows),
         qkv_size((m.heads.num_heads + 2 * m.heads.num_kv_heads) * m.heads.head_dim),
-        query_size(m.heads.num_heads * m.heads.head_dim), next_item(size_t(m.num_layers)) {
+        query_size(m.heads.num_heads * m.heads.head_dim),
+        layer_share(share_of(num_rows, p.num_threads())),
+        head_share(share_of(s.num_logits, p.num_threads())), next_item(size_t(m.num_layers)) {
     reserve();
     plan_attention();
   }
 
   void reserve() {
-    const int64_t most_rows = std::max(num_rows, step.num_logits);
     const size_t rows = size_t(num_rows) * 4;
     space.residual.reserve(rows * model.hidden_size);
     space.qkv.reserve(rows * qkv_size);
     space.seen.reserve(rows * query_size);
     space.inner.reserve(rows * model.inner_size);
-    size_t prepared = 0;
-    for (int64_t k : {model.hidden_size, query_size, model.inner_size})
-      prepared = std::max(prepared, prepared_bytes(model.head.dtype, most_rows, k));
     const size_t threads = size_t(pool.num_threads());
     for (auto* buffers : {&space.prepared, &space.row_scales, &space.scratch, &space.row_buffer})
       if (buffers->size() < threads) buffers->resize(threads);
-    for (size_t i = 0; i < (alone() ? threads : 1); i++) {
-      space.prepared[i].reserve(prepared);
-      space.row_scales[i].reserve(size_t(most_rows) * 4 + 64);
+    for (int thread = 0; thread < pool.num_threads(); thread++) {
+      reserve_prepared(layer_share, num_rows, thread);
+      reserve_prepared(head_share, step.num_logits, thread);
     }
     for (Buffer& buffer : space.scratch)
       buffer.reserve(attention_scratch_bytes(model.heads.head_dim));
     for (Buffer& buffer : space.row_buffer) buffer.reserve(size_t(model.hidden_size) * 4);
+  }
+
+  void reserve_prepared(Share share, int64_t count, int thread) {
+    const Part part = part_of(share, count, thread);
+    size_t bytes = 0;
+    for (int64_t k : {model.hidden_size, query_size, model.inner_size})
+      bytes = std::max(bytes, prepared_bytes(model.head.dtype, part.num_rows, k));
+    space.prepared[part.buffer].reserve(bytes);
+    space.row_scales[part.buffer].reserve(size_t(part.num_rows) * 4 + 64);
   }
 
   void plan_attention() {
@@ -184,52 +217,75 @@ struct StepRun {
     }
   }
 
-  bool alone() const { return std::max(num_rows, step.num_logits) <= MOST_ROWS_ALONE; }
-
-  // The rows of a product as one thread sees them.
-  struct Prepared {
-    Range rows;  // those that it prepares
-    void* data;
-    float* scales;
+  // What one thread does of a product of `count` rows.
+  struct Part {
+    Range prepared;  // rows that it prepares
+    int64_t first_row, num_rows;  // rows in its buffer, which it multiplies
+    size_t buffer;
   };
 
-  Prepared prepared_rows(int64_t count, int thread) const {
-    const size_t at = alone() ? size_t(thread) : 0;
-    return {alone() ? Range{0, count} : my_rows(count, thread), space.prepared[at].data(),
-            space.row_scales[at].floats()};
+  Part part_of(Share share, int64_t count, int thread) const {
+    const Range mine = my_rows(count, thread);
+    switch (share) {
+      case Share::COPIES: return {{0, count}, 0, count, size_t(thread)};
+      case Share::COLUMNS: return {mine, 0, count, 0};
+      default: return {mine, mine.begin, mine.end - mine.begin, size_t(thread)};
+    }
   }
 
-  void wait_for_prepared() {
-    if (!alone()) pool.barrier();
+  Range columns_of(Share share, const Weight& weight, int thread) const {
+    if (share == Share::ROWS) return {0, weight.n};
+    // Two tiles, as SWIGLU needs and products compute at once; more would divide 576 unevenly.
+    return ::specserve::share(weight.n, 2 * COLUMN_TILE, thread, pool.num_threads());
+  }
+
+  void wait_for_prepared(Share share) {
+    if (share == Share::COLUMNS) pool.barrier();
+  }
+
+  void wait_for_product(Share share) {
+    if (share != Share::ROWS) pool.barrier();
   }
 
   // Row i of `count` prepared rows is the norm of residual row `pick[i]`, or of row i.
-  void norm_and_prepare(const Weight& weight, const float* norm, int64_t count,
+  void norm_and_prepare(Share share, const Weight& weight, const float* norm, int64_t count,
                         const int64_t* pick, int thread) {
-    const Prepared to = prepared_rows(count, thread);
+    const Part part = part_of(share, count, thread);
     const int64_t width = model.hidden_size;
     float* normed = space.row_buffer[size_t(thread)].floats();
-    for (int64_t row = to.rows.begin; row < to.rows.end; row++) {
+    for (int64_t row = part.prepared.begin; row < part.prepared.end; row++) {
       const float* x = space.residual.floats() + (pick ? pick[row] : row) * width;
       kernel.rms_norm(x, norm, normed, width, model.norm_epsilon);
       // A leading dimension of 0: whatever the row, it stands in this buffer.
-      prepare(weight.dtype, count, row, row + 1, width, normed, 0, to.data, to.scales);
+      const int64_t at = row - part.first_row;
+      prepare(weight.dtype, part.num_rows, at, at + 1, width, normed, 0,
+              space.prepared[part.buffer].data(), space.row_scales[part.buffer].floats());
     }
   }
 
   void prepare_rows(const Weight& weight, const float* x, int64_t k, int thread) {
-    const Prepared to = prepared_rows(num_rows, thread);
-    if (to.rows.begin < to.rows.end)
-      prepare(weight.dtype, num_rows, to.rows.begin, to.rows.end, k, x, k, to.data, to.scales);
+    const Part part = part_of(layer_share, num_rows, thread);
+    if (part.prepared.begin < part.prepared.end)
+      prepare(weight.dtype, part.num_rows, part.prepared.begin - part.first_row,
+              part.prepared.end - part.first_row, k, x + part.first_row * k, k,
+              space.prepared[part.buffer].data(), space.row_scales[part.buffer].floats());
   }
 
-  void multiply(const Weight& weight, int64_t count, Epilogue epilogue, float* out, int64_t ldo,
-                int thread) {
-    // Two tiles, as SWIGLU needs and products compute at once; more would divide 576 unevenly.
-    const Range columns = share(weight.n, 2 * COLUMN_TILE, thread, pool.num_threads());
-    const Prepared from = prepared_rows(count, thread);
-    if (columns.begin < columns.end && count > 0)
-      gemm(weight, count, from.data, from.scales, columns.begin, columns.end, epilogue, out, ldo);
+  // `next`: the weight of the product after this one, or nullptr.
+  void multiply(Share share, const Weight& weight, int64_t count, Epilogue epilogue, float* out,
+                int64_t ldo, const Weight* next, int thread) {
+    const Part part = part_of(share, count, thread);
+    const Range columns = columns_of(share, weight, thread);
+    if (columns.begin >= columns.end || part.num_rows == 0) return;
+    gemm(weight, part.num_rows, space.prepared[part.buffer].data(),
+         space.row_scales[part.buffer].floats(), columns.begin, columns.end, epilogue,
+         out + part.first_row * ldo, ldo, next ? first_read(*next, thread) : nullptr);
+  }
+
+  // Where the thread's columns of a layer's weight begin.
+  const char* first_read(const Weight& weight, int thread) const {
+    const int64_t column = columns_of(layer_share, weight, thread).begin;
+    return static_cast<const char*>(weight.packed) + packed_bytes(weight.dtype, column, weight.k);
   }
 
   KvLayer kv_layer(int64_t layer) const {
@@ -297,11 +353,13 @@ struct StepRun {
     float* residual = space.residual.floats();
     const int64_t width = model.hidden_size;
     capture(idx, thread);
-    norm_and_prepare(layer.qkv, layer.input_norm, num_rows, nullptr, thread);
-    wait_for_prepared();
+    const Weight* next = idx + 1 < model.num_layers ? &model.layers[idx + 1].qkv : &model.head;
+    norm_and_prepare(layer_share, layer.qkv, layer.input_norm, num_rows, nullptr, thread);
+    wait_for_prepared(layer_share);
     watch.lap(&Phases::rest);
-    multiply(layer.qkv, num_rows, Epilogue::STORE, space.qkv.floats(), qkv_size, thread);
-    pool.barrier();
+    multiply(layer_share, layer.qkv, num_rows, Epilogue::STORE, space.qkv.floats(), qkv_size,
+             &layer.out, thread);
+    wait_for_product(layer_share);
     watch.lap(&Phases::gemm);
     rotate_and_write(idx, thread);
     pool.barrier();
@@ -310,23 +368,24 @@ struct StepRun {
     pool.barrier();
     watch.lap(&Phases::attention);
     prepare_rows(layer.out, space.seen.floats(), query_size, thread);
-    wait_for_prepared();
+    wait_for_prepared(layer_share);
     watch.lap(&Phases::rest);
-    multiply(layer.out, num_rows, Epilogue::ADD, residual, width, thread);
-    pool.barrier();
-    watch.lap(&Phases::gemm);
-    norm_and_prepare(layer.gate_up, layer.mlp_norm, num_rows, nullptr, thread);
-    wait_for_prepared();
-    watch.lap(&Phases::rest);
-    multiply(layer.gate_up, num_rows, Epilogue::SWIGLU, space.inner.floats(), model.inner_size,
+    multiply(layer_share, layer.out, num_rows, Epilogue::ADD, residual, width, &layer.gate_up,
              thread);
-    pool.barrier();
+    wait_for_product(layer_share);
+    watch.lap(&Phases::gemm);
+    norm_and_prepare(layer_share, layer.gate_up, layer.mlp_norm, num_rows, nullptr, thread);
+    wait_for_prepared(layer_share);
+    watch.lap(&Phases::rest);
+    multiply(layer_share, layer.gate_up, num_rows, Epilogue::SWIGLU, space.inner.floats(),
+             model.inner_size, &layer.down, thread);
+    wait_for_product(layer_share);
     watch.lap(&Phases::gemm);
     prepare_rows(layer.down, space.inner.floats(), model.inner_size, thread);
-    wait_for_prepared();
+    wait_for_prepared(layer_share);
     watch.lap(&Phases::rest);
-    multiply(layer.down, num_rows, Epilogue::ADD, residual, width, thread);
-    pool.barrier();
+    multiply(layer_share, layer.down, num_rows, Epilogue::ADD, residual, width, next, thread);
+    wait_for_product(layer_share);
     watch.lap(&Phases::gemm);
   }
 
@@ -338,10 +397,13 @@ struct StepRun {
     pool.barrier();
     for (int64_t idx = 0; idx < model.num_layers; idx++) layer(idx, thread, watch);
     capture(model.num_layers, thread);
-    norm_and_prepare(model.head, model.final_norm, step.num_logits, step.logits_rows, thread);
-    wait_for_prepared();
+    if (layer_share == Share::ROWS) pool.barrier();  // logits of anybody's rows
+    norm_and_prepare(head_share, model.head, model.final_norm, step.num_logits, step.logits_rows,
+                     thread);
+    wait_for_prepared(head_share);
     watch.lap(&Phases::rest);
-    multiply(model.head, step.num_logits, Epilogue::STORE, step.logits, model.vocab_size, thread);
+    multiply(head_share, model.head, step.num_logits, Epilogue::STORE, step.logits,
+             model.vocab_size, nullptr, thread);
     gemm_thread_end();
     pool.barrier();
     watch.lap(&Phases::head);
