@@ -37,11 +37,12 @@ CONFIG = EngineConfig(
 
 class Server:
     def __init__(
-        self, engine: Engine, app: web.Application, port: int, recorder: ListRecorder
+        self, engine: Engine, runner: web.AppRunner, port: int, recorder: ListRecorder
     ) -> None:
         self.engine = engine
+        self.runner = runner
         self.recorder = recorder
-        self.app = app
+        self.app = runner.app
         self.port = port
         self.base_url = f"http://127.0.0.1:{port}/v1"
 
@@ -66,6 +67,11 @@ class Server:
         now = self.engine.snapshot()
         assert now.blocks_free + now.blocks_cached + now.blocks_live == now.blocks_total
         return now.num_running + now.num_waiting + now.blocks_live
+
+    @property
+    def num_connections(self) -> int:
+        assert self.runner.server is not None
+        return len(self.runner.server.connections)
 
     async def has(self, *, running: int, waiting: int = 0) -> None:
         """Waits until exactly so many requests run and wait."""
@@ -108,7 +114,7 @@ async def a_server(
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     await web.SockSite(runner, listener).start()
-    server = Server(engine, app, listener.getsockname()[1], recorder)
+    server = Server(engine, runner, listener.getsockname()[1], recorder)
     try:
         yield server
         await server.is_idle()

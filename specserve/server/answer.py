@@ -66,7 +66,7 @@ async def _whole(request: web.Request, job: Job, shape: Shape, tally: Tally) -> 
 
 async def _stream(request: web.Request, job: Job, shape: Shape, tally: Tally) -> web.StreamResponse:
     state = request.app[STATE]
-    events = EventStream(request, write_seconds=state.settings.write_seconds)
+    events = EventStream(request)
     try:
         async with state.lifecycle.replying(), _source(state, job) as source:
             await events.open()

@@ -1,12 +1,11 @@
 """Server-sent events: complete `data: …` events, comments while idle, one [DONE], then the end.
 
-A write waits for the socket, never longer than write_seconds: a client that stops reading is cut
-off, and meanwhile its engine streams coalesce. The engine itself never waits for a socket.
+A write waits for the socket, as long as the connection allows (protocol.py): meanwhile the engine's
+streams coalesce. The engine itself never waits for a socket.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 
 import msgspec
@@ -29,14 +28,9 @@ def frame(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-class SlowClientError(ConnectionResetError):
-    """A kind of lost connection, so that nobody tries to answer on it."""
-
-
 class EventStream:
-    def __init__(self, request: web.Request, *, write_seconds: float) -> None:
+    def __init__(self, request: web.Request) -> None:
         self._request = request
-        self._write_seconds = write_seconds
         self._response = web.StreamResponse(headers=_HEADERS)
 
     @property
@@ -56,27 +50,18 @@ class EventStream:
         """Each struct one event, all in one write."""
         payload = b"".join([frame(_ENCODER.encode(event)) for event in events])
         if payload:
-            await self._write(payload)
+            await self._response.write(payload)
 
     async def keep_alive(self) -> None:
         """A comment: the only thing every client ignores (an event without data kills some)."""
-        await self._write(_KEEP_ALIVE)
+        await self._response.write(_KEEP_ALIVE)
 
     async def done(self) -> None:
-        await self._write(_DONE)
+        await self._response.write(_DONE)
         await self._response.write_eof()
 
     async def fail(self, error: RequestError) -> None:
         """One error event and the connection's end: no finish chunk, no [DONE]."""
         self._response.force_close()
-        await self._write(frame(encode_error(error)))
+        await self._response.write(frame(encode_error(error)))
         await self._response.write_eof()
-
-    async def _write(self, payload: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._write_seconds):
-                await self._response.write(payload)
-        except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise SlowClientError("the client reads too slowly") from None

@@ -21,10 +21,11 @@ from specserve.server.tracing import AttributeValue, ServerSpan, ServerTracer
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive_seconds: float = 10.0  # a comment line after this long without an event
-    write_seconds: float = 60.0  # a client that reads nothing for this long is cut off
+    write_seconds: float = 60.0  # a client that leaves a reply unread for this long is cut off
     header_seconds: float = 30.0  # from connection to the end of the first request's headers
     body_seconds: float = 60.0  # from there to the end of the body
     idle_connection_seconds: float = 75.0  # a kept-alive connection without a request
+    max_connections: int = 1000
     drain_seconds: float = 30.0  # at shutdown, for live replies to end by themselves
     max_body_bytes: int = 8 * 1024 * 1024  # after decompression
     off_loop_body_bytes: int = 64 * 1024  # larger bodies are parsed on a helper thread
