@@ -120,7 +120,7 @@ def measure(rows: Rows, num_guesses: int, rounds: int, asked: dict[str, Any]) ->
         found.setdefault(name, []).append(seconds)
 
     for step in range(-2, rounds):
-        for turn, name in enumerate(rows.drafters):
+        for name in rows.drafters:
             seconds, outcomes = rows.forward()
             if step >= 0:
                 note("step", seconds)
@@ -142,7 +142,6 @@ def measure(rows: Rows, num_guesses: int, rounds: int, asked: dict[str, Any]) ->
                     assert all(len(one.token_ids) == num_guesses for one in drafts)
                     note(f"{name} observe", observed - began)
                     note(f"{name} propose", ended - observed)
-            del turn
     return {name: statistics.median(times) for name, times in found.items()}
 
 
