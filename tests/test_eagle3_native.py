@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specserve.drafting import Draft, DraftRow
+from specserve.llm import LLM, RequestOutput
 from specserve.models.quantize import Int8Weight
 from specserve.training.export import as_int8
+from specserve.types import SamplingParams, Speculation
 from specserve_drafts import DRAFTERS, DrafterResources
 from specserve_drafts.eagle3 import Eagle3Drafter
 from specserve_drafts.head_files import NativeForm, TargetParts
@@ -22,6 +24,8 @@ from specserve_kernels.native_step import Dtype
 from tests.eagle3_reference import specforge
 from tests.head_checkpoints import V, an_outcome, states, target_parts
 from tests.logit_rows import a_sampling_request
+from tests.tiny_heads import BUILD
+from tests.training_world import a_target
 
 pytestmark = pytest.mark.skipif(
     not native_step.available(), reason=f"no native kernels: {native_library.why_not()}"
@@ -219,3 +223,45 @@ def guesses_of(path: Path) -> Draft:
     drafter = a_drafter(str(path), parts("int8"))
     (draft,) = drafter.propose([reads(drafter, a_row(0, (*PROMPT, 7)))])
     return draft
+
+
+@pytest.mark.parametrize("draft_dtype", ["auto", "fp32"])
+def test_the_engine_guesses_natively_and_its_text_stays_what_it_was(
+    tmp_path: Path, draft_dtype: str
+) -> None:
+    """Through the composition root; prompts with a common prefix, so that blocks are hit."""
+    target = a_target(tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    head = BUILD["eagle3"](tmp_path / "head", config["hidden_size"], config["vocab_size"], 2)
+    prompts = ["w5 w6 w7 " * 8 + f"w{idx}" for idx in range(2, 7)]
+    with LLM(
+        str(target),
+        drafters=f"eagle3:{head}",
+        dtype="int8",
+        draft_dtype=draft_dtype,
+        backend="native",
+        kv_cache_gb=0.01,
+        threads=2,
+    ) as llm:
+        for temperature in (0.0, 0.9):
+            params = SamplingParams(temperature=temperature, seed=7, max_tokens=20, ignore_eos=True)
+            outputs = [
+                llm.generate(
+                    prompts,
+                    params,
+                    speculation=Speculation(
+                        drafter=name, max_draft_tokens=num_guesses, draft_width=width
+                    ),
+                )
+                for name, num_guesses, width in (("none", 0, 1), ("eagle3", 3, 1), ("eagle3", 5, 2))
+            ]
+            texts = [[own.outputs[0].text for own in output] for output in outputs]
+            assert texts[0] == texts[1] == texts[2]
+            for output in outputs[1:]:
+                assert all(spent(own) > 0 for own in output)
+
+
+def spent(output: RequestOutput) -> int:
+    """Guesses that were verified for it."""
+    stats = output.outputs[0].speculation
+    return 0 if stats is None else stats.num_draft_tokens
