@@ -4,6 +4,8 @@ said in one line, before anything is loaded."""
 from __future__ import annotations
 
 import ipaddress
+import resource
+import ssl
 from collections.abc import Mapping
 
 from specserve.errors import ConfigError
@@ -13,20 +15,20 @@ from specserve.server.keys import KEYS_VARIABLE, read_keys
 from specserve.server.state import ServerSettings
 from specserve_observability.logs import get_logger
 
+# Open files beside connections: the listener, the loop, model and trace files, tracing's sockets.
+_OTHER_FILES = 128
+
 
 def settings_of(options: ServeOptions, environment: Mapping[str, str]) -> ServerSettings:
     """ConfigError names the option at fault, its value and what is allowed."""
-    if not options.drain_seconds >= 0:
-        raise ConfigError(f"--drain-seconds is {options.drain_seconds}, it must be 0 or more")
-    if options.max_waiting_tokens < 1:
-        raise ConfigError(
-            f"--max-waiting-tokens is {options.max_waiting_tokens}, it must be at least 1"
-        )
+    _at_least("--drain-seconds", options.drain_seconds, 0)
+    _at_least("--sse-keepalive-seconds", options.sse_keepalive_seconds, 0)
+    _at_least("--max-waiting-tokens", options.max_waiting_tokens, 1)
+    _at_least("--max-connections", options.max_connections, 1)
     keys = read_keys(options.api_key_file, environment.get(KEYS_VARIABLE))
     per_key = options.max_concurrent_per_key
     if per_key is not None:
-        if per_key < 1:
-            raise ConfigError(f"--max-concurrent-per-key is {per_key}, it must be at least 1")
+        _at_least("--max-concurrent-per-key", per_key, 1)
         if keys is None:
             raise ConfigError(
                 f"--max-concurrent-per-key is {per_key}, but there are no keys: "
@@ -35,11 +37,53 @@ def settings_of(options: ServeOptions, environment: Mapping[str, str]) -> Server
     origins = options.cors_origins
     return ServerSettings(
         drain_seconds=options.drain_seconds,
+        keep_alive_seconds=options.sse_keepalive_seconds or None,
+        max_connections=options.max_connections,
         max_waiting_tokens=options.max_waiting_tokens,
         keys=keys,
         max_concurrent_per_key=per_key,
         cors=CorsPolicy() if origins is None else CorsPolicy.parse(origins),
+        tls=tls_context(options.ssl_certfile, options.ssl_keyfile),
     )
+
+
+def _at_least(name: str, value: float, least: int) -> None:
+    if not value >= least:  # NaN is refused too
+        raise ConfigError(f"{name} is {value}, it must be {least} or more")
+
+
+def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:
+    """None: plain HTTP. certfile: PEM, the server's certificate and those between it and the root;
+    keyfile: PEM, its private key without a password; None: it is in certfile."""
+    if certfile is None:
+        if keyfile is not None:
+            raise ConfigError(f"--ssl-keyfile {keyfile} is given without --ssl-certfile")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(certfile, keyfile, password="")  # never ask on the terminal
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(
+            f"--ssl-certfile {certfile} and --ssl-keyfile {keyfile} are no certificate with its "
+            f"private key (PEM, no password): {error}"
+        ) from None
+    return context
+
+
+def allow_connections(num_connections: int) -> None:
+    """Let this process open as many files: the usual soft limit is lower than the hard one."""
+    needed = num_connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"--max-connections is {num_connections}, but this process may open {hard} files and "
+            f"needs {_OTHER_FILES} for itself: raise the limit (ulimit -n) or lower the option"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def warn_if_open(host: str, settings: ServerSettings) -> None:

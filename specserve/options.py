@@ -96,6 +96,12 @@ class ServeOptions(EngineOptions, frozen=True, kw_only=True):
         "info"
     )
     drain_seconds: Annotated[float, _help("how long SIGTERM waits for live streams")] = 30.0
+    sse_keepalive_seconds: Annotated[
+        float, _help("a comment on streams after this long without an event; 0: none")
+    ] = 10.0
+    max_connections: Annotated[
+        int, _help("connections at a time; beyond them idle ones are closed, then new ones get 503")
+    ] = 1000
     max_waiting_tokens: Annotated[
         int, _help("prompt tokens that may wait for a first token before new requests get 429")
     ] = 1_000_000
@@ -105,6 +111,12 @@ class ServeOptions(EngineOptions, frozen=True, kw_only=True):
     ] = None
     max_concurrent_per_key: Annotated[
         int | None, _help("requests that one API key may have under way; default: any number")
+    ] = None
+    ssl_certfile: Annotated[
+        str | None, _help("serve HTTPS: PEM file of the certificate and its chain")
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, _help("PEM file of the private key; default: it is in --ssl-certfile")
     ] = None
     cors_origins: Annotated[
         str | None,

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from specserve.compose import Built, build_engine
 from specserve.errors import ConfigError
-from specserve.operation import settings_of, warn_if_open
+from specserve.operation import allow_connections, settings_of, warn_if_open
 from specserve.options import ServeOptions
 from specserve.server.app import create_app, create_runner, drain
 from specserve.server.state import ServerSettings
@@ -33,6 +33,7 @@ def serve(options: ServeOptions) -> int:
     """Run until SIGINT or SIGTERM; exit status 0 after a drained stop, 1 when the engine died."""
     # Before anything slow, so that a bad option and a taken port are said at once.
     settings = settings_of(options, os.environ)
+    allow_connections(settings.max_connections)
     if options.record_steps and not Path(options.record_steps).absolute().parent.is_dir():
         raise ConfigError(f"--record-steps {options.record_steps}: its folder does not exist")
     with bind(options.host, options.port) as listener:
@@ -154,7 +155,7 @@ async def _run(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    await web.SockSite(runner, listener).start()
+    await web.SockSite(runner, listener, ssl_context=settings.tls).start()
     warn_if_open(options.host, settings)
     _greet(options, settings, built, listener.getsockname()[1])
     await stop.wait()
@@ -167,7 +168,8 @@ async def _run(
 
 def _greet(options: ServeOptions, settings: ServerSettings, built: Built, port: int) -> None:
     warn_if_lossy(built.engine.config.default_verify)
-    url = f"http://{options.host}:{port}"
+    scheme = "http" if settings.tls is None else "https"
+    url = f"{scheme}://{options.host}:{port}"
     for line in built.memory.lines():
         _say(line)
     default = built.engine.config.default_drafter

@@ -113,7 +113,8 @@ async def a_server(
     listener.bind(("127.0.0.1", 0))
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    await web.SockSite(runner, listener).start()
+    tls = None if settings is None else settings.tls
+    await web.SockSite(runner, listener, ssl_context=tls).start()
     server = Server(engine, runner, listener.getsockname()[1], recorder)
     try:
         yield server

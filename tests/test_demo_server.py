@@ -53,7 +53,7 @@ def start(tmp_path: Path, *arguments: str) -> Server:
         said += line
         if "/metrics" in line:
             break
-    found = re.search(r"http://127\.0\.0\.1:\d+", said)
+    found = re.search(r"https?://127\.0\.0\.1:\d+", said)
     if found is None:
         process.kill()
         raise AssertionError(f"the server did not start:\n{said}")

@@ -89,7 +89,7 @@ async def _stream(request: web.Request, job: Job, shape: Shape, tally: Tally) ->
 
 
 async def _forward(
-    source: ChunkSource, events: EventStream, shape: Shape, tally: Tally, idle_seconds: float
+    source: ChunkSource, events: EventStream, shape: Shape, tally: Tally, idle_seconds: float | None
 ) -> None:
     while not tally.complete:
         arrived = await source.next(idle_seconds)

@@ -74,8 +74,7 @@ class ServerProtocol(RequestHandler):
     def force_close(self) -> None:
         transport = self.transport
         super().force_close()
-        if transport is not None and transport.get_write_buffer_size():
-            self._cut_later(transport)  # it closes when all is sent, which may be never
+        self._cut_later(transport)  # it closes when all is sent, which may be never
 
     def _cut_later(self, transport: asyncio.Transport | None) -> None:
         if transport is not None and self._cut_timer is None:

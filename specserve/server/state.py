@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from specserve.server.tracing import AttributeValue, ServerSpan, ServerTracer
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    keep_alive_seconds: float = 10.0  # a comment line after this long without an event
+    keep_alive_seconds: float | None = 10.0  # a comment after this long without an event; None: no
     write_seconds: float = 60.0  # a client that leaves a reply unread for this long is cut off
     header_seconds: float = 30.0  # from connection to the end of the first request's headers
     body_seconds: float = 60.0  # from there to the end of the body
@@ -33,6 +34,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     keys: KeyRing | None = None  # None: whoever reaches the port may ask
     max_concurrent_per_key: int | None = None  # requests under way
     cors: CorsPolicy = CorsPolicy()
+    tls: ssl.SSLContext | None = None  # None: plain HTTP
 
 
 class Lifecycle:
