@@ -5,7 +5,6 @@ The result is another type (`Request`), so that nothing unchecked can reach the 
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Sequence as Seq
@@ -25,8 +24,22 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 256
 MAX_DRAFT_WIDTH = 16
-# Logits are divided by it: a far smaller one makes them infinite.
-MIN_REPETITION_PENALTY = 0.01
+LOGIT_BIAS_RANGE = (-100.0, 100.0)
+
+# From and to, both allowed; the OpenAPI document quotes them.
+RANGES: dict[str, tuple[float, float]] = {
+    "n": (1, MAX_N),
+    "temperature": (0.0, 2.0),
+    "top_k": (-1, 2**31 - 1),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    # Logits are divided by it: a far smaller one makes them infinite.
+    "repetition_penalty": (0.01, 100.0),
+    "seed": (-(2**63), 2**63 - 1),
+    "priority": (-(2**31), 2**31 - 1),
+}
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +98,7 @@ def make_requests(
     """
     _check_params(params, limits)
     _check_prompt(prompt_ids, limits)
-    _check_int("priority", priority, -(2**31), 2**31 - 1)
+    _check_number("priority", priority, *RANGES["priority"])
     if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_CHARS:
         raise RequestError(
             f"cache_salt has {len(cache_salt)} characters, it must have 1 to {MAX_SALT_CHARS}",
@@ -128,21 +141,15 @@ def _check_int(name: str, value: int, low: int, high: int) -> None:
 
 
 def _check_number(name: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
+    if not low <= value <= high:  # of NaN this is not true either
         raise RequestError(f"{name} is {value}, it must be from {low} to {high}", param=name)
 
 
 def _check_params(params: SamplingParams, limits: Limits) -> None:
-    _check_int("n", params.n, 1, MAX_N)
-    _check_number("temperature", params.temperature, 0.0, 2.0)
-    _check_int("top_k", params.top_k, -1, 2**31 - 1)
-    _check_number("top_p", params.top_p, 0.0, 1.0)
-    _check_number("min_p", params.min_p, 0.0, 1.0)
-    _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
-    _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
-    _check_number("repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
-    if params.seed is not None:
-        _check_int("seed", params.seed, -(2**63), 2**63 - 1)
+    given = msgspec.structs.asdict(params)
+    for name, (low, high) in RANGES.items():
+        if given.get(name) is not None:  # priority is not among them, and a seed need not be given
+            _check_number(name, given[name], low, high)
     if params.logprobs is not None:
         _check_int("logprobs", params.logprobs, 0, min(MAX_LOGPROBS, limits.vocab_size))
     _check_stops(params, limits)
@@ -181,7 +188,7 @@ def _check_logit_bias(params: SamplingParams, limits: Limits) -> None:
         )
     for token_id, bias in params.logit_bias.items():
         _check_int("logit_bias", token_id, 0, limits.vocab_size - 1)
-        _check_number("logit_bias", bias, -100.0, 100.0)
+        _check_number("logit_bias", bias, *LOGIT_BIAS_RANGE)
 
 
 def _check_prompt(prompt_ids: Seq[int], limits: Limits) -> None:

@@ -293,7 +293,7 @@ async def test_head_is_get_without_a_body() -> None:
     async with a_server(says("hello")) as server, connect(server.port) as connection:
         await connection.request("HEAD", "/health")
         status, headers = await connection.read_head()
-        assert (status, headers["content-length"]) == (200, "16")
+        assert (status, headers["content-length"]) == (200, "15")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from specserve.engine import Engine
-from specserve.server import chat, completions, operations, tokens
+from specserve.server import chat, completions, openapi, operations, tokens
 from specserve.server.backlog import Backlog
 from specserve.server.keys import Slots
 from specserve.server.middleware import ROUTE_NAMES, add_headers, around, expected
@@ -41,6 +41,7 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/ready"): operations.ready,
     ("GET", "/version"): operations.version,
     ("GET", "/metrics"): operations.metrics,
+    ("GET", "/openapi.json"): openapi.openapi,
 }
 
 

@@ -17,7 +17,7 @@ from specserve.server.protocol import ServerProtocol
 from specserve.server.state import CONTEXT, STATE, RequestContext
 from specserve_observability.logs import get_logger
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+REQUEST_ID_PATTERN = "[A-Za-z0-9._:-]{1,128}"
 # What a span says of a client that left; there is no reply to carry it.
 CLIENT_CLOSED_REQUEST = 499
 
@@ -27,7 +27,7 @@ ROUTE_NAMES = web.AppKey("route_names", dict[web.AbstractResource, str])
 
 
 def valid_request_id(value: str) -> bool:
-    return _REQUEST_ID.fullmatch(value) is not None
+    return re.fullmatch(REQUEST_ID_PATTERN, value) is not None
 
 
 def _route_name(request: web.Request) -> str:

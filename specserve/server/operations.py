@@ -9,7 +9,7 @@ from specserve.errors import RequestError
 from specserve.server import errors
 from specserve.server.answer import json_response
 from specserve.server.job import check_model
-from specserve.server.replies import ModelCard, ModelList
+from specserve.server.replies import ModelCard, ModelList, Status, Version
 from specserve.server.state import STATE, ServerState
 
 
@@ -38,7 +38,7 @@ async def health(request: web.Request) -> web.Response:
     error = request.app[STATE].engine.error
     if error is not None:
         raise errors.engine_dead(error)
-    return web.json_response({"status": "ok"})
+    return json_response(Status("ok"))
 
 
 async def ready(request: web.Request) -> web.Response:
@@ -47,11 +47,11 @@ async def ready(request: web.Request) -> web.Response:
     if not state.lifecycle.started:
         raise RequestError("the server is starting", code="server_starting", status=503)
     state.check_serving()
-    return web.json_response({"status": "ready"})
+    return json_response(Status("ready"))
 
 
 async def version(request: web.Request) -> web.Response:
-    return web.json_response({"version": specserve.__version__})
+    return json_response(Version(specserve.__version__))
 
 
 async def metrics(request: web.Request) -> web.Response:

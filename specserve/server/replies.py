@@ -166,7 +166,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-# ---- models, tokens --------------------------------------------------------------------------
+# ---- models, tokens, the server --------------------------------------------------------------
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,3 +193,17 @@ class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
 
 class DetokenizeReply(msgspec.Struct, frozen=True):
     prompt: str
+
+
+class Status(msgspec.Struct, frozen=True):
+    status: Literal["ok", "ready"]
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+class OpenApi(msgspec.Struct, frozen=True):
+    """Its own schema would be another document; see the OpenAPI specification."""
+
+    openapi: str

@@ -1,0 +1,255 @@
+"""The OpenAPI document says what this server does: every route, type and range, and no other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any  # decoded JSON
+
+import pytest
+
+from specserve.server.app import ROUTES
+from specserve.server.keys import KeyRing
+from specserve.server.openapi import OPERATIONS
+from specserve.server.state import ServerSettings
+from tests.http_server import CONFIG, Server, a_server
+from tests.raw_http import ask
+from tests.scripted import VOCAB_SIZE, says
+
+pytestmark = pytest.mark.timeout(60)
+
+CHAT: dict[str, object] = {"messages": [{"role": "user", "content": "say"}]}
+PROMPT: dict[str, object] = {"prompt": "say:"}
+BODIES = [
+    ("/v1/completions", "CompletionBody", PROMPT),
+    ("/v1/chat/completions", "ChatBody", CHAT),
+]
+
+
+async def document(server: Server) -> Any:
+    reply = await server.get("/openapi.json")
+    assert reply.status == 200
+    assert reply.headers["content-type"].startswith("application/json")
+    return reply.json()
+
+
+def references(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == "$ref":
+                yield inner
+            else:
+                yield from references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from references(inner)
+
+
+def test_every_route_is_described() -> None:
+    assert set(OPERATIONS) == set(ROUTES)
+
+
+async def test_every_reference_leads_somewhere_and_nothing_is_defined_for_nobody() -> None:
+    async with a_server(says("hello")) as server:
+        said = await document(server)
+    assert said["openapi"] == "3.1.0"
+    defined = {f"#/components/schemas/{name}" for name in said["components"]["schemas"]}
+    assert set(references(said)) == defined
+    assert set(said["paths"]) == {path for _, path in ROUTES}
+
+
+async def test_only_with_keys_they_are_asked_for_and_not_on_open_routes() -> None:
+    async with a_server(says("hello")) as server:
+        said = await document(server)
+    assert "securitySchemes" not in said["components"]
+    key = "k-0123456789abcdef"
+    async with a_server(says("hello"), settings=ServerSettings(keys=KeyRing([key]))) as server:
+        headers = {"authorization": f"Bearer {key}"}
+        said = (await ask(server.port, "GET", "/openapi.json", headers=headers)).json()
+    assert said["components"]["securitySchemes"] == {"bearer": {"type": "http", "scheme": "bearer"}}
+    assert said["paths"]["/v1/completions"]["post"]["security"] == [{"bearer": []}]
+    assert "security" not in said["paths"]["/health"]["get"]
+
+
+def body_with(base: dict[str, object], path: str, value: object) -> dict[str, object]:
+    """speculation.max_draft_tokens needs a drafter that takes it."""
+    if path.startswith("speculation."):
+        return {**base, "speculation": {path.removeprefix("speculation."): value}}
+    if path == "top_logprobs":
+        return {**base, "logprobs": True, path: value}
+    return {**base, path: value}
+
+
+def beyond(schema: dict[str, Any]) -> Iterator[tuple[bool, object]]:
+    """(allowed, value): each limit of a property, and what lies just beyond it."""
+    step = 1 if "integer" in str(schema) else 0.005
+    if "minimum" in schema:
+        yield True, schema["minimum"]
+        yield False, schema["minimum"] - step
+        yield True, schema["maximum"]
+        yield False, schema["maximum"] + step
+    if "maxItems" in schema:
+        yield True, [schema["items"].get("minimum", "x")] * schema["maxItems"]
+        yield False, [schema["items"].get("minimum", "x")] * (schema["maxItems"] + 1)
+    if "minItems" in schema:
+        yield False, []
+    inner = schema.get("items", {})
+    if "maximum" in inner:
+        yield True, [inner["maximum"], inner["minimum"]]
+        yield False, [inner["maximum"] + 1]
+        yield False, [inner["minimum"] - 1]
+    if "maxLength" in schema:
+        yield True, "x" * schema["maxLength"]
+        yield False, "x" * (schema["maxLength"] + 1)
+        yield False, "x" * (schema["minLength"] - 1)
+    if "maxLength" in inner:
+        yield False, ["x" * (inner["maxLength"] + 1)]
+        yield False, [""]
+    if "maxProperties" in schema:
+        low, high = (schema["additionalProperties"][name] for name in ("minimum", "maximum"))
+        yield True, {"0": low, "1": high}
+        yield False, {"0": low - 1}
+        yield False, {"0": high + 1}
+        yield False, {"x": 0}
+        yield False, {str(idx): 0 for idx in range(schema["maxProperties"] + 1)}
+    if "enum" in schema:
+        yield from ((True, value) for value in schema["enum"])
+        yield False, "something else"
+    if "pattern" in schema:
+        assert re.fullmatch(schema["pattern"], "a.b-c_d:e")
+        yield True, "a.b-c_d:e"
+        yield False, "a b"
+        yield False, "x" * 129
+
+
+@pytest.mark.parametrize(("path", "name", "base"), BODIES)
+async def test_each_limit_is_the_servers_own_on_either_side(
+    path: str, name: str, base: dict[str, object]
+) -> None:
+    tried = set()
+    async with a_server(says("hello")) as server:
+        schemas = (await document(server))["components"]["schemas"]
+        properties = dict(schemas[name]["properties"])
+        for field, schema in schemas["SpeculationBody"]["properties"].items():
+            properties[f"speculation.{field}"] = schema
+        for field, schema in properties.items():
+            for allowed, value in beyond(schema):
+                tried.add(field)
+                body = body_with({**base, "max_tokens": 2, "temperature": 0}, field, value)
+                if field in ("max_tokens", "max_completion_tokens", "min_tokens") and allowed:
+                    continue  # as large as the context: nothing is left for a prompt
+                reply = await server.post(path, body)
+                where = (field, value if len(str(value)) < 99 else len(str(value)))
+                if allowed:
+                    assert reply.status == 200, (where, reply.body)
+                else:
+                    assert reply.status in (400, 404), where
+                    assert reply.error["param"].startswith(field), (where, reply.body)
+    assert tried >= {"n", "temperature", "top_p", "top_k", "min_p", "seed", "priority", "stop"}
+    assert tried >= {"presence_penalty", "repetition_penalty", "logit_bias", "cache_salt", "model"}
+    assert tried >= {"max_tokens", "min_tokens", "stop_token_ids", "request_id"}
+    assert tried >= {"speculation.drafter", "speculation.max_draft_tokens"}
+    assert tried >= {"speculation.draft_width"}
+
+
+async def test_limits_are_those_of_this_model_and_these_options() -> None:
+    async with a_server(says("hello")) as server:
+        schemas = (await document(server))["components"]["schemas"]
+    speculation = schemas["SpeculationBody"]["properties"]
+    assert speculation["max_draft_tokens"]["maximum"] == CONFIG.max_draft_tokens
+    assert set(speculation["drafter"]["enum"]) == {*server.engine.limits.drafters, None}
+    assert schemas["DetokenizeBody"]["properties"]["tokens"]["items"]["maximum"] == VOCAB_SIZE - 1
+    assert schemas["ChatBody"]["properties"]["max_tokens"]["maximum"] == CONFIG.max_model_len - 1
+
+
+async def test_what_is_refused_is_not_offered() -> None:
+    async with a_server(says("hello")) as server:
+        schemas = (await document(server))["components"]["schemas"]
+        for path, name, base in BODIES:
+            for field in ("response_format", "tools", "echo", "suffix", "guided_json"):
+                asked = {"x": "y"} if field == "response_format" else "y"
+                reply = await server.post(path, {**base, field: asked, "max_tokens": 2})
+                refused = reply.status == 400 and reply.error["code"] == "unsupported_parameter"
+                assert not (refused and field in schemas[name]["properties"]), field
+
+
+def conforms(value: object, schema: dict[str, Any], schemas: dict[str, Any]) -> bool:
+    """As much of JSON Schema as the replies' schemas use."""
+    if "$ref" in schema:
+        return conforms(value, schemas[schema["$ref"].rsplit("/", 1)[1]], schemas)
+    if "anyOf" in schema:
+        return any(conforms(value, one, schemas) for one in schema["anyOf"])
+    if "enum" in schema:
+        return value in schema["enum"]
+    match schema.get("type"):
+        case "object":
+            if not isinstance(value, dict):
+                return False
+            known = schema.get("properties", {})
+            rest = schema.get("additionalProperties", False)
+            return set(schema.get("required", ())) <= set(value) and all(
+                conforms(inner, known.get(key, rest), schemas) if known.get(key, rest) else False
+                for key, inner in value.items()
+            )
+        case "array":
+            return isinstance(value, list) and all(
+                conforms(inner, schema["items"], schemas) for inner in value
+            )
+        case "string":
+            return isinstance(value, str)
+        case "boolean":
+            return isinstance(value, bool)
+        case "null":
+            return value is None
+        case "integer":
+            return isinstance(value, int) and not isinstance(value, bool)
+        case "number":
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        case _:
+            raise AssertionError(f"a schema this test does not know: {schema}")
+
+
+@pytest.mark.parametrize(("path", "name", "base"), BODIES)
+async def test_replies_events_and_errors_are_as_described(
+    path: str, name: str, base: dict[str, object]
+) -> None:
+    logprobs: dict[str, object] = {"logprobs": 2}
+    if base is CHAT:
+        logprobs = {"logprobs": True, "top_logprobs": 2}
+    usage = {"include_usage": True}
+    async with a_server(says("hello")) as server:
+        said = await document(server)
+        schemas = said["components"]["schemas"]
+        responses = said["paths"][path]["post"]["responses"]
+        whole = responses["200"]["content"]["application/json"]["schema"]
+        event = responses["200"]["content"]["text/event-stream"]["x-event-schema"]
+        failure = responses["default"]["content"]["application/json"]["schema"]
+        extras: list[dict[str, object]] = [{}, logprobs, {"return_token_ids": True}]
+        extras.append({"speculation": {"detailed": True}})
+        for more in extras:
+            body = {**base, "max_tokens": 9, "temperature": 0, **more}
+            reply = (await server.post(path, body)).json()
+            assert conforms(reply, whole, schemas), reply
+            assert not conforms({**reply, "object": "thing"}, whole, schemas)
+            assert not conforms({key: reply[key] for key in reply if key != "id"}, whole, schemas)
+            stream = {**body, "stream": True, "stream_options": usage}
+            *events, _ = (await server.post(path, stream)).events
+            for one in events:
+                assert conforms(one, event, schemas), one
+        bad = (await server.post(path, {**base, "n": 0})).json()
+        assert conforms(bad, failure, schemas)
+
+
+async def test_the_servers_own_answers_are_as_described() -> None:
+    async with a_server(says("hello")) as server:
+        said = await document(server)
+        schemas = said["components"]["schemas"]
+        for (method, path), operation in OPERATIONS.items():
+            if method == "GET" and operation.reply is not None and path != "/openapi.json":
+                reply = await server.get(path.replace("{id}", "test"))
+                content = said["paths"][path]["get"]["responses"]["200"]["content"]
+                assert conforms(reply.json(), content["application/json"]["schema"], schemas), path
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [97]})):
+            content = said["paths"][path]["post"]["responses"]["200"]["content"]
+            reply = await server.post(path, body)
+            assert conforms(reply.json(), content["application/json"]["schema"], schemas), path
