@@ -36,6 +36,7 @@ from specserve.tokenizer import check_same_vocabulary
 from specserve_drafts import DRAFTERS, DrafterResources, parse_drafter_spec
 from specserve_drafts.head_files import Head, NativeForm, TargetParts
 from specserve_drafts.heads import load_heads
+from specserve_drafts.shipped import expand
 from specserve_kernels.interface import PagedBatch
 from specserve_observability.metrics import Metrics
 from specserve_observability.recorder import Recorder
@@ -79,7 +80,7 @@ def build_engine(
     target = load_model(options.model, dtype, options.backend, say)
     drafts = load_draft_models(options, target, say)
     parts = _parts_for_heads(options, target)
-    heads = load_heads(parse_drafter_spec(options.drafters), parts, vocab_size=target.vocab_size)
+    heads = load_heads(drafter_specs(options), parts, vocab_size=target.vocab_size)
     memory = _plan_blocks(options, target, drafts, heads)
     config = _engine_config(options, memory, target)
     drafters = _make_drafters(options, config, target, drafts, heads)
@@ -109,6 +110,11 @@ def build_engine(
     return Built(engine, target.path, memory, names)
 
 
+def drafter_specs(options: EngineOptions) -> list[tuple[str, str | None]]:
+    """(name, argument) of every drafter to load, in order. ConfigError for unknown names."""
+    return parse_drafter_spec(expand(options.drafters, options.model))
+
+
 def check_options(options: EngineOptions) -> None:
     """ConfigError for what can be known to be wrong before anything is loaded."""
     for name, least in LEAST.items():
@@ -134,7 +140,7 @@ def check_options(options: EngineOptions) -> None:
             f"--draft-tokens is {options.draft_tokens}, it must be from 0 to --max-draft-tokens "
             f"({options.max_draft_tokens})"
         )
-    for name, argument in parse_drafter_spec(options.drafters):
+    for name, argument in drafter_specs(options):
         if name in MODEL_DRAFTERS and not argument:
             raise ConfigError(f"--drafters {name} needs a model: {name}:PATH")
     check_backend(options.backend)
@@ -146,7 +152,7 @@ def load_draft_models(
     """Decoders of drafters that are models, by path; same tokenizer checked id for id."""
     dtype = choose_dtype(options.draft_dtype, options.backend)
     loaded = {}
-    for name, argument in parse_drafter_spec(options.drafters):
+    for name, argument in drafter_specs(options):
         if name not in MODEL_DRAFTERS:
             continue
         assert argument  # check_options
@@ -172,7 +178,7 @@ def _make_drafters(
     heads: Mapping[str, Head],
 ) -> dict[str, Drafter]:
     drafters: dict[str, Drafter] = {}
-    for name, argument in parse_drafter_spec(options.drafters):
+    for name, argument in drafter_specs(options):
         if name == "none":
             continue
         resources = DrafterResources(
@@ -190,7 +196,7 @@ def _make_drafters(
 
 
 def _default_drafter(options: EngineOptions) -> str:
-    names = [name for name, _ in parse_drafter_spec(options.drafters) if name != "none"]
+    names = [name for name, _ in drafter_specs(options) if name != "none"]
     if not names or options.speculation == "off":
         return "none"
     return "auto" if options.speculation == "auto" else names[0]

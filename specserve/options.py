@@ -35,8 +35,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     threads: Annotated[int, _help("threads for tensor work; 0: one per core")] = 0
     drafters: Annotated[
-        str, _help("guessers to load, by comma: suffix, ngram, draft_model:PATH; none: nobody")
-    ] = "suffix,ngram"
+        str,
+        _help(
+            "guessers to load, by comma: suffix, ngram, eagle3:PATH, draft_model:PATH; none: "
+            "nobody; auto: suffix, ngram and the draft shipped for the model, if there is one"
+        ),
+    ] = "auto"
     speculation: Annotated[
         SpeculationMode,
         _help(

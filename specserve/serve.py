@@ -13,7 +13,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from specserve.compose import Built, build_engine
+from specserve.compose import Built, build_engine, drafter_specs
 from specserve.errors import ConfigError
 from specserve.operation import allow_connections, settings_of, warn_if_open
 from specserve.options import ServeOptions
@@ -22,7 +22,6 @@ from specserve.server.state import ServerSettings
 from specserve.speculation.recording import Recording
 from specserve.types import LOSSY_RULES, VerifyRule
 from specserve.version import __version__
-from specserve_drafts import parse_drafter_spec
 from specserve_observability import names
 from specserve_observability.logs import configure_logging, get_logger
 from specserve_observability.metrics import Gauges, Metrics, render
@@ -42,7 +41,7 @@ def serve(options: ServeOptions) -> int:
 
 def _serve_on(listener: socket.socket, options: ServeOptions, settings: ServerSettings) -> int:
     configure_logging(json=options.log_format == "json", level=options.log_level)
-    drafters = tuple(name for name, _ in parse_drafter_spec(options.drafters))
+    drafters = tuple(name for name, _ in drafter_specs(options))
     metrics = Metrics(drafters=drafters, max_draft_tokens=options.max_draft_tokens)
     try:
         tracing = open_tracing(

@@ -10,6 +10,7 @@ from specserve_drafts.eagle3_head import load_eagle3_head
 from specserve_drafts.head_files import Head, TargetParts, need_parts
 from specserve_drafts.medusa import load_medusa
 from specserve_drafts.mlp_speculator import load_mlp_speculator
+from specserve_drafts.shipped import checkpoint_of
 
 # (path, target, vocab_size of the target's tokenizer) -> head
 HEADS: Final[Mapping[str, Callable[[str, TargetParts, int], Head]]] = {
@@ -27,5 +28,5 @@ def load_heads(
     for name, argument in specs:
         if name in HEADS:
             path, parts = need_parts(name, argument, target)
-            heads[name] = HEADS[name](path, parts, vocab_size)
+            heads[name] = HEADS[name](checkpoint_of(name, path), parts, vocab_size)
     return heads

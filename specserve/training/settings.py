@@ -170,8 +170,9 @@ def begin(options: TrainOptions) -> Path:
 
 
 def command_of(options: TrainOptions) -> str:
-    """What to type for these options."""
+    """What to type for these options; of --out the last part: a card tells nobody's folders."""
     words = ["specserve", "draft", "train"]
+    options = msgspec.structs.replace(options, out=Path(options.out).name)
     for field in msgspec.structs.fields(options):
         value = getattr(options, field.name)
         if value != field.default and field.name != "resume":
