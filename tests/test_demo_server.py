@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ import aiohttp
 import msgspec
 import openai
 import pytest
+
+from tests.certificates import a_certificate, needs_openssl
 
 pytestmark = [pytest.mark.demo, pytest.mark.timeout(600)]
 
@@ -236,3 +239,39 @@ def test_sigterm_lets_a_live_stream_finish_and_the_trace_file_tells_the_steps(
     assert done.returncode == 0, done.stderr
     exported = json.loads(out.read_text())["data"]
     assert {span["operationName"] for trace in exported for span in trace["spans"]} == names
+
+
+@needs_openssl
+async def test_https_keys_and_pages_are_served_as_the_command_line_says(
+    demo_model_dir: Path, tmp_path: Path
+) -> None:
+    cert, key = a_certificate(tmp_path)
+    keys = tmp_path / "keys"
+    keys.write_text("the-only-key-there-is\n")
+    page = "https://chat.example.org"
+    running = start(
+        tmp_path,
+        *("--ssl-certfile", cert, "--ssl-keyfile", key, "--api-key-file", str(keys)),
+        *("--cors-origins", page, "--drafters", "none", "--kv-cache-gb", "0.1"),
+    )
+    try:
+        assert running.url.startswith("https://")
+        assert "-H 'authorization: Bearer KEY'" in running.greeting
+        tls = ssl.create_default_context(cafile=cert)
+        headers = {"origin": page, "authorization": "Bearer the-only-key-there-is"}
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as session:
+            async with session.get(f"{running.url}/v1/models") as reply:
+                assert reply.status == 401
+            async with session.get(f"{running.url}/ready") as reply:
+                assert reply.status == 200
+            body = {"prompt": "Once", "max_tokens": 4}
+            url = f"{running.url}/v1/completions"
+            async with session.post(url, json=body, headers=headers) as reply:
+                assert reply.status == 200
+                assert reply.headers["access-control-allow-origin"] == page
+                assert (await reply.json())["usage"]["completion_tokens"] == 4
+        running.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(running.process.wait, 60) == 0
+    finally:
+        running.process.kill()
+        running.process.communicate()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import shutil
 import ssl
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from specserve.operation import allow_connections, settings_of, tls_context, war
 from specserve.options import ServeOptions
 from specserve.server.keys import KeyRing
 from specserve.server.state import ServerSettings
+from tests.certificates import a_certificate, needs_openssl
 from tests.http_server import a_server
 from tests.raw_http import Connection
 from tests.scripted import says
@@ -72,24 +71,6 @@ def test_the_limit_of_open_files_is_raised_to_what_connections_need() -> None:
 
 
 # ---- TLS -------------------------------------------------------------------------------------
-
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates")
-
-
-def a_certificate(folder: Path, *, password: str | None = None) -> tuple[str, str]:
-    """Paths of a certificate for 127.0.0.1, signed by itself, and of its key."""
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    asked = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -days 2 -subj /CN=test"
-    subprocess.run(
-        [
-            *(*asked.split(), "-addext", "subjectAltName=IP:127.0.0.1"),
-            *("-keyout", key, "-out", cert),
-            *(["-nodes"] if password is None else ["-passout", f"pass:{password}"]),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return cert, key
 
 
 @needs_openssl
