@@ -32,6 +32,7 @@ from specserve.types import (
     RowResult,
     StepResult,
     StepTimings,
+    TokenChunk,
 )
 from specserve_observability.logs import get_logger
 from specserve_observability.records import RequestRecord, RowRecord, StepRecord
@@ -43,7 +44,9 @@ T = TypeVar("T")
 class Runner(Protocol):
     """Turns a plan into tokens, on the one worker thread."""
 
-    def execute(self, plan: BatchPlan) -> StepResult: ...
+    def execute(self, plan: BatchPlan, forward_begins: Callable[[], None]) -> StepResult:
+        """forward_begins: to be called, from that thread, when Python has little left to do."""
+        ...
 
 
 class Recorder(Protocol):
@@ -88,6 +91,7 @@ class Engine:
         self._live: dict[int, LiveRequest] = {}
         self._seq_ids: dict[str, int] = {}
         self._aborted: set[str] = set()
+        self._outbox: list[tuple[RequestStream, TokenChunk]] = []
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
@@ -173,6 +177,7 @@ class Engine:
             while not self._stopping:
                 self._apply_aborts()
                 if not self._scheduler.has_work:
+                    self._deliver()
                     self._scheduler.check()  # nothing is lost: milliseconds, while nobody waits
                     self._wake.clear()
                     await self._wake.wait()
@@ -191,9 +196,14 @@ class Engine:
         self._check_progress(plan)
         self._note_planned(plan, planned[1], num_preempted)
         context = contextvars.copy_context()
+        loop = asyncio.get_running_loop()
+
+        def forward_begins() -> None:
+            loop.call_soon_threadsafe(self._deliver)
+
         try:
-            result = await asyncio.get_running_loop().run_in_executor(
-                self._worker, context.run, self._runner.execute, plan
+            result = await loop.run_in_executor(
+                self._worker, context.run, self._runner.execute, plan, forward_begins
             )
         except Exception as error:
             now = time.time()
@@ -216,6 +226,15 @@ class Engine:
             )
         )
         self._record_step(plan, result.timings, rows, planned, num_preempted, result=result)
+
+    def _deliver(self) -> None:
+        """Hand out the last step's tokens: while the next forward runs, or when there is none.
+
+        At once, the handlers' Python would hold the interpreter while the worker waits to begin.
+        """
+        outbox, self._outbox = self._outbox, []
+        for stream, chunk in outbox:
+            stream.put(chunk)
 
     def _check_progress(self, plan: BatchPlan) -> None:
         """An empty plan is a plan (all were preempted); several in a row mean a deadlock."""
@@ -252,7 +271,7 @@ class Engine:
         if stop is not None:
             self._finish(live, kept, row_result, stop.finish_reason, stop_reason=stop.stop_reason)
         elif kept:
-            live.stream.put(live.chunk(kept, row_result))
+            self._outbox.append((live.stream, live.chunk(kept, row_result)))
         return record
 
     def _record_step(
@@ -303,6 +322,7 @@ class Engine:
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
         for live in list(self._live.values()):
             self._finish(live, [], None, reason, error=error)
+        self._deliver()
 
     def _finish(
         self,
@@ -318,7 +338,6 @@ class Engine:
         self._scheduler.finish(live.seq)
         del self._live[live.seq.seq_id]
         del self._seq_ids[live.request.request_id]
-        live.stream.put(
-            live.last_chunk(token_ids, result, reason, now, stop_reason=stop_reason, error=error)
-        )
+        last = live.last_chunk(token_ids, result, reason, now, stop_reason=stop_reason, error=error)
+        self._outbox.append((live.stream, last))
         self._recorder.record_request(live.record(self.model_name, reason, now, error))

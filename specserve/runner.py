@@ -8,6 +8,7 @@ much, is the Speculator's business.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 from itertools import accumulate
@@ -111,7 +112,10 @@ class ModelRunner:
         self._kv_cache: KVCache = model.new_kv_cache(num_blocks, block_size)
 
     @torch.inference_mode()
-    def execute(self, plan: BatchPlan) -> StepResult:
+    def execute(
+        self, plan: BatchPlan, forward_begins: Callable[[], None] = lambda: None
+    ) -> StepResult:
+        """forward_begins: called, on this thread, once all is ready for the forward."""
         draft_start = time.time()
         self._speculator.forget(plan.released, plan.ended)
         drafts = self._speculator.draft(plan.rows)
@@ -124,6 +128,7 @@ class ModelRunner:
             vocab_size=self._vocab_size,
         )
         states = self._new_states(len(packed.input_ids))
+        forward_begins()
         logits = self._forward(packed, states)
         verify_start = time.time()
         verified = self._verify(plan.rows, chosen, packed.num_logits, logits)

@@ -25,6 +25,7 @@ class _Row(msgspec.Struct):
 
     seq: Sequence
     num_tokens: int
+    num_wanted: int = 0  # guesses, if there is room
     num_draft_tokens: int = 0
 
 
@@ -113,11 +114,10 @@ class Scheduler:
         for seq in list(self.running):
             due = seq.status is Status.RUNNING and seq.num_uncomputed_tokens == 1
             if due and self._make_room(seq, 1, rows):
-                rows[seq.seq_id] = _Row(seq, 1)
+                rows[seq.seq_id] = _Row(seq, 1, self._wanted_guesses(seq))
         return len(rows)
 
-    def _wanted_guesses(self, row: _Row) -> int:
-        seq = row.seq
+    def _wanted_guesses(self, seq: Sequence) -> int:
         if not seq.is_decoding or seq.request.drafter == "none":
             return 0
         # The step emits one token more than it accepts guesses.
@@ -128,12 +128,11 @@ class Scheduler:
         what was verified lately, so that prompts need not wait for guesses that nobody makes."""
         by_name = by_choice = num_rows = 0
         for row in rows.values():
-            wanted = self._wanted_guesses(row)
             if row.seq.request.drafter == "auto":
-                by_choice += wanted
-                num_rows += wanted > 0
+                by_choice += row.num_wanted
+                num_rows += row.num_wanted > 0
             else:
-                by_name += wanted
+                by_name += row.num_wanted
         return by_name + min(by_choice, max(num_rows, int(2 * self._recent_guesses)))
 
     def note_guesses(self, num_verified: int) -> None:
@@ -141,12 +140,12 @@ class Scheduler:
         self._recent_guesses = max(float(num_verified), 0.9 * self._recent_guesses)
 
     def _plan_drafts(self, rows: dict[int, _Row], budget: int) -> None:
-        guessing = [row for row in rows.values() if self._wanted_guesses(row)]
+        guessing = [row for row in rows.values() if row.num_wanted]
         for num_before, row in enumerate(guessing):
             # An even share of what is left: what one row does not want the others may have.
             share = -(-budget // (len(guessing) - num_before))
             room = min(share, self._free_slots_after(row.seq, row.num_tokens))
-            wanted = min(self._wanted_guesses(row), room)
+            wanted = min(row.num_wanted, room)
             if wanted > 0:
                 self._extend(row.seq, row.num_tokens + wanted)
                 row.num_draft_tokens = wanted
@@ -197,7 +196,7 @@ class Scheduler:
             samples=seq.num_computed_tokens + row.num_tokens == seq.num_tokens,
             is_prefill=not seq.is_decoding,
             block_table=tuple(seq.block_table),
-            draft_kv_lens=dict(seq.draft_kv_lens),
+            draft_kv_lens=seq.draft_kv_lens,  # replaced in commit, never written into
         )
 
     # ---- commit --------------------------------------------------------------------------
@@ -225,6 +224,8 @@ class Scheduler:
     def _trim(self, seq: Sequence) -> None:
         """Return the blocks that only rejected guesses used."""
         keep = self.pool.blocks_for(seq.num_computed_tokens)
+        if keep == len(seq.block_table):
+            return
         surplus = seq.block_table[keep:]
         del seq.block_table[keep:]
         self.pool.release(surplus)
@@ -233,10 +234,11 @@ class Scheduler:
         self, seq: Sequence, computed_before: int, filled_before: Mapping[str, int]
     ) -> None:
         size = self.config.block_size
-        num_full = seq.num_computed_tokens // size
-        hashes = seq.block_hashes(num_full, size)
-        for at in range(computed_before // size, num_full):
-            self.pool.register(seq.block_table[at], hashes[at])
+        first, num_full = computed_before // size, seq.num_computed_tokens // size
+        if first < num_full:
+            hashes = seq.block_hashes(num_full, size)
+            for at in range(first, num_full):
+                self.pool.register(seq.block_table[at], hashes[at])
         for name, kv_len in seq.draft_kv_lens.items():
             first = filled_before.get(name, 0) // size
             self.pool.mark_filled(seq.block_table[first : kv_len // size], name)

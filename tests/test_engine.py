@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import pytest
 import torch
@@ -420,6 +422,29 @@ async def test_a_slow_reader_gets_everything_merged_and_nothing_twice() -> None:
         merged = [chunk async for chunk in stream]
         assert len(merged) == 1
         assert (merged[0].text, merged[0].token_ids) == (whole.text, whole.token_ids)
+
+
+class WaitingModel(FailingModel):
+    """A forward that does not end, from the second on, before `seen` is set."""
+
+    def __init__(self, inner: Decoder) -> None:
+        super().__init__(inner)
+        self.seen = threading.Event()
+        self.in_time: list[bool] = []
+
+    def forward(self, *args: Any, **more: Any) -> Tensor:
+        if self._num_steps:
+            self.in_time.append(self.seen.wait(timeout=5))
+        return super().forward(*args, **more)
+
+
+async def test_a_token_leaves_while_the_next_forward_runs() -> None:
+    model = WaitingModel(a_model())
+    async with serving(model, a_config()) as served:
+        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        async for _ in served.engine.submit(served.requests([1, 2], params, name="A")[0]):
+            model.seen.set()
+    assert model.in_time == [True]
 
 
 async def test_n_sequences_differ_and_each_replays() -> None:

@@ -92,8 +92,8 @@ class _TimedRunner:
         self._floor = floor
         self.samples: list[_Sample] = []
 
-    def execute(self, plan: BatchPlan) -> StepResult:
-        result = self._inner.execute(plan)
+    def execute(self, plan: BatchPlan, forward_begins: Callable[[], None]) -> StepResult:
+        result = self._inner.execute(plan, forward_begins)
         returned, started = time.time(), time.perf_counter()
         if any(row.is_prefill for row in plan.rows) or not plan.rows:
             return result
