@@ -173,6 +173,17 @@ async def test_what_is_refused_is_not_offered() -> None:
                 assert not (refused and field in schemas[name]["properties"]), field
 
 
+def _within(value: object, schema: dict[str, Any]) -> bool:
+    """The limits of a list's or a text's length and of a number, each on its own type only."""
+    if isinstance(value, list | str):
+        kind = "Items" if isinstance(value, list) else "Length"
+        limits = schema.get(f"min{kind}", 0), schema.get(f"max{kind}", len(value))
+        return bool(limits[0] <= len(value) <= limits[1])
+    if isinstance(value, int | float) and "minimum" in schema:
+        return bool(schema["minimum"] <= value <= schema["maximum"])
+    return True
+
+
 def conforms(value: object, schema: dict[str, Any], schemas: dict[str, Any]) -> bool:
     """As much of JSON Schema as the replies' schemas use."""
     if "$ref" in schema:
@@ -181,6 +192,8 @@ def conforms(value: object, schema: dict[str, Any], schemas: dict[str, Any]) -> 
         return any(conforms(value, one, schemas) for one in schema["anyOf"])
     if "enum" in schema:
         return value in schema["enum"]
+    if not _within(value, schema):
+        return False
     match schema.get("type"):
         case "object":
             if not isinstance(value, dict):
@@ -253,3 +266,25 @@ async def test_the_servers_own_answers_are_as_described() -> None:
             content = said["paths"][path]["post"]["responses"]["200"]["content"]
             reply = await server.post(path, body)
             assert conforms(reply.json(), content["application/json"]["schema"], schemas), path
+
+
+PROMPTS: list[object] = [
+    "say:", ["say:"], ["a", "b"], [1, 2], [[1], [2, 3]], [VOCAB_SIZE - 1],
+    "", [], [""], [[]], ["a", 1], [[1], "a"], [[1], 2], [-1], [VOCAB_SIZE], [[VOCAB_SIZE]], 5, None,
+    ["a"] * 128, ["a"] * 129, [[1]] * 128, [[1]] * 129, [1] * 255, [1] * 256, {"a": 1}, [1.5],
+    [True],
+]  # fmt: skip
+
+
+async def test_prompts_and_roles_that_are_offered_are_taken_and_no_others() -> None:
+    async with a_server(says("hello")) as server:
+        schemas = (await document(server))["components"]["schemas"]
+        prompt = schemas["CompletionBody"]["properties"]["prompt"]
+        for value in PROMPTS:
+            reply = await server.complete(prompt=value, max_tokens=1)
+            assert (reply.status == 200) == conforms(value, prompt, schemas), value
+        role = schemas["MessageBody"]["properties"]["role"]
+        for name in (*role["enum"], "foo", "", "User"):
+            messages = [{"role": name, "content": "say"}]
+            taken = (await server.chat(messages=messages, max_tokens=1)).status == 200
+            assert taken == conforms(name, role, schemas), name

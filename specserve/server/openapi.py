@@ -20,6 +20,7 @@ from specserve.server import params, replies, wire
 from specserve.server.errors import ErrorDetail, ErrorReply
 from specserve.server.keys import OPEN_ROUTES
 from specserve.server.middleware import REQUEST_ID_PATTERN
+from specserve.server.prompts import ROLES
 from specserve.server.state import STATE
 
 Json = dict[str, "JsonValue"]
@@ -167,9 +168,8 @@ def _schemas(limits: Limits, model_name: str) -> dict[str, Json]:
         schema = schemas[operation.body.__name__]
         _add_ranges(schema["properties"], body_ranges(limits, model_name))
         schema["required"] = [*operation.required]
-    logprobs = _between(0, params.MAX_COMPLETION_LOGPROBS)  # a bool in chat
-    _add_ranges(schemas["CompletionBody"]["properties"], {"logprobs": logprobs})
-    _add_ranges(schemas["SpeculationBody"]["properties"], speculation_ranges(limits))
+    for name, ranges in struct_ranges(limits).items():
+        _add_ranges(schemas[name]["properties"], ranges)
     return schemas
 
 
@@ -208,11 +208,28 @@ def _between(low: float, high: float) -> Json:
     return {"minimum": low, "maximum": high}
 
 
-def speculation_ranges(limits: Limits) -> dict[str, Json]:
+def struct_ranges(limits: Limits) -> dict[str, dict[str, Json]]:
+    """By Struct and field, where a field's name alone does not say what it may be."""
+    token_ids: Json = {
+        "type": "array",
+        "items": {"type": "integer", **_between(0, limits.vocab_size - 1)},
+        "minItems": 1,
+        "maxItems": limits.max_model_len - 1,
+    }
+    text: Json = {"type": "string", "minLength": 1}
+    several: Json = {"type": "array", "minItems": 1, "maxItems": params.MAX_PARALLEL}
+    prompts: list[JsonValue] = [{**several, "items": {**kind}} for kind in (text, token_ids)]
     return {
-        "drafter": {"enum": [*limits.drafters, None]},
-        "max_draft_tokens": _between(0, limits.max_draft_tokens),
-        "draft_width": _between(1, admission.MAX_DRAFT_WIDTH),
+        "CompletionBody": {
+            "prompt": {"anyOf": [text, token_ids, *prompts]},
+            "logprobs": _between(0, params.MAX_COMPLETION_LOGPROBS),  # a bool in chat
+        },
+        "MessageBody": {"role": {"enum": [*ROLES]}},
+        "SpeculationBody": {
+            "drafter": {"enum": [*limits.drafters, None]},
+            "max_draft_tokens": _between(0, limits.max_draft_tokens),
+            "draft_width": _between(1, admission.MAX_DRAFT_WIDTH),
+        },
     }
 
 
