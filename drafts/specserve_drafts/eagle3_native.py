@@ -34,7 +34,8 @@ from specserve_drafts.eagle3_work import Work, wish_of
 from specserve_drafts.growing import Node, Vocabulary, grow
 from specserve_drafts.head_files import NativeForm, TargetParts
 from specserve_kernels import huge_pages
-from specserve_kernels.native_head import Filling, HeadMemory, HeadShape, NativeHead, Nodes
+from specserve_kernels.native_head import Filling, HeadMemory, NativeHead, Nodes
+from specserve_kernels.native_head_abi import HeadShape
 from specserve_kernels.native_sampler import RowSpec
 from specserve_kernels.native_step import GATE_UP_GROUP, KV_DTYPES, Dtype, pack_matrix
 

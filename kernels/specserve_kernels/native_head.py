@@ -1,4 +1,4 @@
-"""An EAGLE-3 head in native code: the ctypes side of native/head.h, field by field.
+"""An EAGLE-3 head in native code: the calls of native/head.h.
 
 A call fills new slots of many sequences' KV and guesses a whole chain for some of them, or feeds
 the guesses of one depth of trees. What could reach memory wrongly is asserted here (only a bug can
@@ -11,15 +11,22 @@ import ctypes
 from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import byref
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from specserve_kernels import huge_pages, native_abi
+from specserve_kernels import huge_pages
 from specserve_kernels.native_abi import CHeads, CWeight, in_range, pointer
+from specserve_kernels.native_head_abi import (
+    CHeadMemory,
+    CHeadModel,
+    CHeadNodes,
+    CHeadStep,
+    HeadShape,
+    library,
+)
 from specserve_kernels.native_sampler import RowSpec
 from specserve_kernels.native_step import (
     DTYPE_CODES,
@@ -30,113 +37,13 @@ from specserve_kernels.native_step import (
     pool_of,
 )
 
-MATRICES = ("fc", "qkv", "out", "gate_up", "down", "head")
-_NORMS = ("input_norm", "fc_norms", "embed_norm", "hidden_norm", "query_norm", "key_norm")
-_LAST_NORMS = ("mlp_norm", "final_norm")
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """inner_size: I, padded up to a multiple of GATE_UP_GROUP."""
-
-    num_states: int  # A
-    state_size: int  # D
-    hidden_size: int  # H'
-    inner_size: int
-    num_entries: int  # W
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_epsilon: float
-    norm_before_residual: bool
-    norm_output: bool
-
-    @property
-    def matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """[out, in] of each of MATRICES."""
-        width, query_size = self.hidden_size, self.num_heads * self.head_dim
-        return {
-            "fc": (width, self.num_states * self.state_size),
-            "qkv": (query_size + 2 * self.num_kv_heads * self.head_dim, 2 * width),
-            "out": (width, query_size),
-            "gate_up": (2 * self.inner_size, width),
-            "down": (width, self.inner_size),
-            "head": (self.num_entries, width),
-        }
-
-    @property
-    def norm_sizes(self) -> dict[str, int]:
-        fused, width = self.num_states * self.state_size, self.hidden_size
-        sizes = (fused, fused, width, width, self.head_dim, self.head_dim)
-        return dict(zip(_NORMS, sizes, strict=True)) | dict.fromkeys(_LAST_NORMS, width)
-
-
-class _CHeadModel(Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("num_states", "state_size", "hidden_size")),
-        *((name, c_int64) for name in ("inner_size", "num_entries")),
-        ("heads", CHeads),
-        ("norm_epsilon", c_float),
-        *((name, c_int32) for name in ("kv_is_bf16", "embedding_is_bf16")),
-        *((name, c_int32) for name in ("norm_before_residual", "norm_output", "reserved")),
-        ("embedding", c_void_p),
-        *((name, c_void_p) for name in (*_NORMS, *_LAST_NORMS)),
-        *((name, CWeight) for name in MATRICES),
-        ("target_ids", c_void_p),
-    )
-
-
-class _CHeadMemory(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "values", "tails")),
-        ("block_size", c_int64),
-        *((name, c_void_p) for name in ("cos", "sin")),
-    )
-
-
-class _CHeadStep(Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("num_sequences", "num_guessing", "num_fused")),
-        *((name, c_void_p) for name in ("block_offsets", "blocks", "first_seen", "begin", "count")),
-        *((name, c_void_p) for name in ("given", "raw", "tokens", "num_guesses", "samplers")),
-        ("fused", c_void_p),
-        ("stride", c_int64),
-        *((name, c_void_p) for name in ("ids", "scores", "num_found", "logits", "feedback")),
-    )
-
-
-class _CHeadNodes(Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("num_sequences", "num_nodes", "depth")),
-        *((name, c_void_p) for name in ("block_offsets", "blocks", "first_seen", "num_known")),
-        *((name, c_void_p) for name in ("node_start", "states", "tokens", "paths")),
-        *((name, c_void_p) for name in ("logits", "feedback")),
-    )
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    found = native_abi.library()
-    found.specserve_new_head_workspace.argtypes = []
-    found.specserve_new_head_workspace.restype = c_void_p
-    found.specserve_delete_head_workspace.argtypes = [c_void_p]
-    found.specserve_delete_head_workspace.restype = None
-    for name, kind in (("step", _CHeadStep), ("nodes", _CHeadNodes)):
-        function = getattr(found, f"specserve_head_{name}")  # a name of the library
-        function.argtypes = [
-            *(POINTER(_CHeadModel), POINTER(_CHeadMemory), POINTER(kind)),
-            *(c_void_p, c_void_p),
-        ]
-        function.restype = None
-    return found
-
 
 class _Workspace:
     """Native buffers that grow to the largest call; freed with this object."""
 
     def __init__(self) -> None:
-        self.handle: int = _library().specserve_new_head_workspace()
-        self._delete = _library().specserve_delete_head_workspace
+        self.handle: int = library().specserve_new_head_workspace()
+        self._delete = library().specserve_delete_head_workspace
 
     def __del__(self) -> None:
         self._delete(self.handle)
@@ -288,7 +195,7 @@ class NativeHead:
         ids = packed["target_ids"]
         assert (ids.dtype, tuple(ids.shape)) == (torch.int64, (shape.num_entries,)), ids.shape
         assert bool((ids[1:] > ids[:-1]).all()), "target ids must ascend"
-        self._model = _CHeadModel(
+        self._model = CHeadModel(
             num_states=shape.num_states,
             state_size=shape.state_size,
             hidden_size=shape.hidden_size,
@@ -320,7 +227,7 @@ class NativeHead:
     def _weight(self, name: str, n: int, k: int) -> CWeight:
         code, packed = DTYPE_CODES[self.dtype], self._packed[f"{name}.packed"]
         assert packed.dtype == torch.uint8, (name, packed.dtype)
-        assert packed.nbytes == _library().specserve_gemm_packed_bytes(code, n, k), name
+        assert packed.nbytes == library().specserve_gemm_packed_bytes(code, n, k), name
         assert packed.data_ptr() % 64 == 0, name
         scales, bias = self._vector(f"{name}.scales", n), self._vector(f"{name}.bias", n)
         assert (scales is not None) == (self.dtype == "int8"), name
@@ -378,7 +285,7 @@ class NativeHead:
         assert max(nodes.num_known) + nodes.depth - 2 < len(rope[0]), "beyond the rope tables"
         logits = torch.empty(num_nodes, self.shape.num_entries)
         feedback = torch.empty(num_nodes, self.shape.hidden_size)
-        call = _CHeadNodes(
+        call = CHeadNodes(
             num_sequences=len(nodes.num_known),
             num_nodes=num_nodes,
             depth=nodes.depth,
@@ -393,7 +300,7 @@ class NativeHead:
             logits=logits.data_ptr(),
             feedback=feedback.data_ptr(),
         )
-        _library().specserve_head_nodes(
+        library().specserve_head_nodes(
             *(byref(self._model), byref(_memory(memory, rope)), byref(call)),
             *(self._pool, self._workspace.handle),
         )
@@ -405,7 +312,7 @@ class NativeHead:
         rope: tuple[Tensor, Tensor],
         filling: Filling,
         fused: Tensor,
-    ) -> _CHeadStep:
+    ) -> CHeadStep:
         num_sequences = len(filling.begin)
         assert num_sequences > 0, "a call for no sequence"
         assert len(filling.tokens) == len(filling.raw) + sum(map(bool, filling.given))
@@ -415,7 +322,7 @@ class NativeHead:
         assert fused.is_contiguous(), fused.stride()
         assert fused.dtype == torch.float32, fused.dtype
         assert tuple(fused.shape) == (len(filling.raw), self.shape.hidden_size), fused.shape
-        return _CHeadStep(
+        return CHeadStep(
             num_sequences=num_sequences,
             num_fused=len(filling.raw),
             block_offsets=pointer(filling.block_offsets),
@@ -429,15 +336,15 @@ class NativeHead:
             fused=fused.data_ptr(),
         )
 
-    def _run_step(self, memory: HeadMemory, rope: tuple[Tensor, Tensor], step: _CHeadStep) -> None:
-        _library().specserve_head_step(
+    def _run_step(self, memory: HeadMemory, rope: tuple[Tensor, Tensor], step: CHeadStep) -> None:
+        library().specserve_head_step(
             *(byref(self._model), byref(_memory(memory, rope)), byref(step)),
             *(self._pool, self._workspace.handle),
         )
 
 
-def _memory(memory: HeadMemory, rope: tuple[Tensor, Tensor]) -> _CHeadMemory:
-    return _CHeadMemory(
+def _memory(memory: HeadMemory, rope: tuple[Tensor, Tensor]) -> CHeadMemory:
+    return CHeadMemory(
         keys=memory.keys.data_ptr(),
         values=memory.values.data_ptr(),
         tails=memory.tails.data_ptr(),
