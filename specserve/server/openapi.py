@@ -115,10 +115,15 @@ def _operation(operation: Operation, path: str) -> Json:
     if operation.reply is not None:
         content = {"application/json": {"schema": _reference(operation.reply)}}
     if operation.event is not None:
+        data: Json = {
+            "type": "string",
+            "description": "JSON, and [DONE] in the last event",
+            "contentMediaType": "application/json",
+            "contentSchema": _reference(operation.event),
+        }
+        # Of one event of the stream, as OpenAPI 3.2 and its tools see it.
         content["text/event-stream"] = {
-            "schema": {"type": "string"},
-            # OpenAPI 3.1 has no word for it: the data of each event but the last, [DONE].
-            "x-event-schema": _reference(operation.event),
+            "schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}
         }
     failed: Json = {"application/json": {"schema": _reference(ErrorReply)}}
     described: Json = {
