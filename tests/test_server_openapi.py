@@ -236,7 +236,7 @@ async def test_replies_events_and_errors_are_as_described(
         responses = said["paths"][path]["post"]["responses"]
         whole = responses["200"]["content"]["application/json"]["schema"]
         one_event = responses["200"]["content"]["text/event-stream"]["schema"]
-        event = one_event["properties"]["data"]["contentSchema"]
+        event = one_event["properties"]["data"]["anyOf"][1]["contentSchema"]
         failure = responses["default"]["content"]["application/json"]["schema"]
         extras: list[dict[str, object]] = [{}, logprobs, {"return_token_ids": True}]
         extras.append({"speculation": {"detailed": True}})

@@ -115,12 +115,13 @@ def _operation(operation: Operation, path: str) -> Json:
     if operation.reply is not None:
         content = {"application/json": {"schema": _reference(operation.reply)}}
     if operation.event is not None:
-        data: Json = {
+        events: list[JsonValue] = [_reference(operation.event), _reference(ErrorReply)]
+        encoded: Json = {
             "type": "string",
-            "description": "JSON, and [DONE] in the last event",
             "contentMediaType": "application/json",
-            "contentSchema": _reference(operation.event),
+            "contentSchema": {"anyOf": events},
         }
+        data: Json = {"anyOf": [{"const": "[DONE]"}, encoded]}
         # Of one event of the stream, as OpenAPI 3.2 and its tools see it.
         content["text/event-stream"] = {
             "schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}
