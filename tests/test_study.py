@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from specserve_loadgen.client import limit_of
 from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.never_slower import (
     Arm,
@@ -16,11 +17,15 @@ from specserve_loadgen.never_slower import (
     make_cell,
     requests_per_round,
     run_study,
+    tokens_per_second,
     workload_prompts,
 )
+from specserve_loadgen.records import Chunk
+from specserve_loadgen.settings import Settings
 from specserve_loadgen.study import main, parse_arm
 from tests.http_server import a_server
 from tests.scripted import says
+from tests.test_peers_numbers import a_record
 
 
 def an_arm(name: str, *speeds: float) -> ArmResult:
@@ -51,6 +56,25 @@ def test_the_best_fixed_choice_is_the_one_with_the_best_median() -> None:
     assert cell.best_fixed == "ngram:3"
     assert cell.auto_over_best_fixed == pytest.approx(0.95)
     assert cell.best_fixed_over_off == 2.0
+
+
+def test_answers_differ_in_length_evenly_and_alike_in_every_run() -> None:
+    varied = Settings(url="", max_tokens=96, shortest=48)
+    limits = [limit_of(varied, idx) for idx in range(490)]
+    assert limits == [limit_of(varied, idx) for idx in range(490)]
+    assert set(limits) == set(range(48, 97))
+    assert all(8 <= limits.count(limit) <= 12 for limit in range(48, 97))
+    assert limit_of(Settings(url="", max_tokens=96), 7) == 96
+
+
+def test_speed_is_counted_while_every_user_is_busy() -> None:
+    """Two users, three requests: from the last one sent on, one of them has nothing to do."""
+    one = a_record()
+    first = msgspec.structs.replace(one, ended=2.0, chunks=(Chunk(1.0, 3), Chunk(2.0, 5)))
+    second = msgspec.structs.replace(one, ended=9.0, chunks=(Chunk(1.5, 2), Chunk(9.0, 90)))
+    third = msgspec.structs.replace(one, sent=2.0, ended=4.0, chunks=(Chunk(3.0, 70),))
+    assert tokens_per_second([first, second, third]) == (3 + 5 + 2) / 2.0
+    assert tokens_per_second([first, second]) == (3 + 5 + 2) / 2.0  # one request per user
 
 
 @pytest.mark.parametrize(
@@ -136,7 +160,9 @@ async def test_an_adversarial_cell_has_the_wrong_drafter_as_a_fixed_choice() -> 
     by_name = {arm.arm: arm for arm in cell.arms}
     assert set(by_name) == {"auto", "off", "oracle:3", "anti:3"}
     assert by_name["anti:3"].acceptance_rate == 0.0
-    assert by_name["off"].num_output_tokens == cell.num_requests * 12
+    limits = Settings(url="", max_tokens=12, shortest=6)
+    wanted = sum(limit_of(limits, idx) for idx in range(cell.num_requests))
+    assert by_name["off"].num_output_tokens == wanted
     assert cell.same_output_tokens
 
 

@@ -25,6 +25,7 @@ from specserve_loadgen.wire import ModelList, Version, http_error_message
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 CONNECT_SECONDS = 10.0
+_GOLDEN = (5**0.5 - 1) / 2  # multiples of it fill the interval evenly
 DRAIN_SECONDS = 0.5  # after [DONE], for the body to end so that its connection can be reused
 
 
@@ -35,7 +36,7 @@ def request_body(settings: Settings, model: str, prompt: Prompt, request_idx: in
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "return_token_ids": True,
-        "max_tokens": settings.max_tokens,
+        "max_tokens": limit_of(settings, request_idx),
         "seed": settings.seed + request_idx,
     }
     if settings.endpoint == "chat":
@@ -56,6 +57,14 @@ def request_body(settings: Settings, model: str, prompt: Prompt, request_idx: in
     if chosen := {name: value for name, value in speculation.items() if value is not None}:
         body["speculation"] = chosen
     return msgspec.json.encode(body)
+
+
+def limit_of(settings: Settings, request_idx: int) -> int:
+    """Output tokens of one request: the same for the same index, evenly spread over indices."""
+    if settings.shortest is None:
+        return settings.max_tokens
+    share = (0.5 + request_idx * _GOLDEN) % 1.0
+    return settings.shortest + int(share * (1 + settings.max_tokens - settings.shortest))
 
 
 class Client:

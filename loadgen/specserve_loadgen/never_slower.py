@@ -111,7 +111,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     workloads: tuple[str, ...] = WORKLOADS
     rounds: int = 3
     max_tokens: int = 96
-    requests_per_user: int = 2
+    requests_per_user: int = 3
     seconds_per_cell: float | None = None
     temperature: float = 0.0
     seed: int = 0
@@ -210,6 +210,9 @@ def _settings(
         load=ClosedLoop(concurrency),
         num_requests=num_requests,
         max_tokens=plan.max_tokens,
+        # Answers of one length march in step: whoever guesses nothing then gets all new prompts at
+        # once, as no real load brings them.
+        shortest=-(-plan.max_tokens // 2),
         temperature=_RANDOM_TEMPERATURE if workload == RANDOM else plan.temperature,
         seed=plan.seed,
         ignore_eos=True,
@@ -220,9 +223,13 @@ def _settings(
 
 
 def tokens_per_second(records: Sequence[RequestRecord]) -> float:
-    """Output tokens over the time from the first request sent to the last one ended."""
-    seconds = max(r.ended for r in records) - min(r.sent for r in records)
-    return sum(r.num_output_tokens for r in records) / seconds
+    """Output tokens that arrived while every user was busy, over that time: from the first request
+    sent to the last one sent. With one request per user, until the first one ended.
+    """
+    began = min(r.sent for r in records)
+    end = max(max(r.sent for r in records), min(r.ended for r in records))
+    arrived = sum(c.num_tokens for r in records for c in r.chunks if c.seconds <= end)
+    return arrived / (end - began)
 
 
 def _arm_result(name: str, speeds: Sequence[float], records: Sequence[RequestRecord]) -> ArmResult:

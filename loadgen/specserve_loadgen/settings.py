@@ -36,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     duration: float | None = None  # seconds in which requests are started; all are awaited
     warmup: int = 0  # requests before the measured ones, in no number
     max_tokens: int = 128
+    shortest: int | None = None  # limits spread evenly from here to max_tokens; None: all alike
     temperature: float | None = None  # None: the server's default
     seed: int = 0  # of the arrivals; request i samples with seed + i
     ignore_eos: bool = False
