@@ -38,7 +38,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         str,
         _help(
             "guessers to load, by comma: suffix, ngram, eagle3:PATH, draft_model:PATH; none: "
-            "nobody; auto: suffix, ngram and the draft shipped for the model, if there is one"
+            "nobody; auto: suffix, and the draft that is shipped for the model, if there is one"
         ),
     ] = "auto"
     speculation: Annotated[

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from specserve.weights import DEMO
 
 AUTO: Final = "auto"
-WITHOUT_MODEL: Final = "suffix,ngram"
+WITHOUT_MODEL: Final = "suffix"  # finds all that ngram finds; asking both took 0.3 ms of a step
 
 
 class Shipped(NamedTuple):
@@ -26,7 +26,7 @@ SHIPPED: Final[Mapping[str, Shipped]] = {
 
 
 def expand(spec: str, model: str) -> str:
-    """`auto` -> what costs nothing to load, and the draft that was trained for this model, if any.
+    """`auto` -> what needs no file, and the draft that was trained for this model, if any.
 
     spec: --drafters; model: --model. Other specs come back unchanged.
     """
