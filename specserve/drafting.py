@@ -197,12 +197,17 @@ class Drafter(Protocol):
         """One Draft per row, in order."""
         ...
 
-    def observe(self, outcomes: Seq[Outcome]) -> None:
-        """What a step made known: every row of it, whoever guessed and prefill chunks included."""
-        ...
-
     def forget(self, seq_id: int) -> None:
         """The sequence ended or was preempted; forgetting an unknown one is fine."""
+        ...
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A drafter that needs to see every step; one that reads histories does not."""
+
+    def observe(self, outcomes: Seq[Outcome]) -> None:
+        """What a step made known: every row of it, whoever guessed and prefill chunks included."""
         ...
 
 

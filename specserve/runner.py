@@ -8,7 +8,7 @@ much, is the Speculator's business.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from functools import partial
 from itertools import accumulate
@@ -109,6 +109,7 @@ class ModelRunner:
         self._speculator = speculator
         self._hidden_layers = speculator.hidden_layers
         self._hidden_size = hidden_size
+        self._noise = Noise()  # scratch space of the worker thread
         self._kv_cache: KVCache = model.new_kv_cache(num_blocks, block_size)
 
     @torch.inference_mode()
@@ -133,10 +134,17 @@ class ModelRunner:
         verify_start = time.time()
         verified = self._verify(plan.rows, chosen, packed.num_logits, logits)
         end = time.time()
-        outcomes = _outcomes(plan.rows, verified, packed.batch.query_start_loc, states)
+        outcomes = _outcomes(
+            plan.rows,
+            verified,
+            packed.batch.query_start_loc,
+            states,
+            awaited=self._speculator.awaited,
+        )
         self._speculator.learn(
             Learned(
                 outcomes=outcomes,
+                num_emitted=sum(len(one.result.token_ids) for one in verified),
                 forward_seconds=verify_start - forward_start,
                 verify_seconds=end - verify_start,
             )
@@ -181,14 +189,13 @@ class ModelRunner:
         self, rows: Seq[RowPlan], chosen: Seq[ChosenDraft], num_logits: Seq[int], logits: Tensor
     ) -> list[_Verified]:
         verified = []
-        noise = Noise()  # scratch space, shared by the step's rows
         lone = self._choose_lone(rows, num_logits, logits)
         offset = 0
         for idx, (row, one, count) in enumerate(zip(rows, chosen, num_logits, strict=True)):
-            mine = logits[offset : offset + count]
+            mine = slice(offset, offset + count)
             offset += count
             try:
-                verified.append(self._verify_row(row, one, mine, noise, lone.get(idx)))
+                verified.append(self._verify_row(row, one, logits, mine, lone.get(idx)))
             except RowError as error:  # this row's own fault: its request fails alone
                 verified.append(_Verified(RowResult(seq_id=row.seq_id, error=str(error))))
         return verified
@@ -213,11 +220,12 @@ class ModelRunner:
         row: RowPlan,
         chosen: ChosenDraft,
         logits: Tensor,
-        noise: Noise,
+        mine: slice,
         lone: int | RowError | None,
     ) -> _Verified:
-        """logits: [1 + len(draft), V] of this row, or [0, V] of a chunk that does not sample.
+        """logits: [L, V] of all rows
 
+        mine: this row's: 1 + len(draft), or 0 of a chunk that does not sample
         lone: what it chooses, if there are no guesses
         """
         if not row.samples:
@@ -236,9 +244,9 @@ class ModelRunner:
                 row.request,
                 row.history,
                 chosen.draft,
-                logits,
+                logits[mine],
                 vocab_size=self._vocab_size,
-                noise=noise,
+                noise=self._noise,
             )
         self._compact(row, verdict.path)
         result = RowResult(
@@ -247,7 +255,7 @@ class ModelRunner:
             num_draft_tokens=len(chosen.draft.token_ids),
             num_accepted=len(verdict.path),
             draft_kv_lens=kv_lens_after(chosen, len(verdict.path)),
-            logprobs=self._logprobs(row, verdict, logits),
+            logprobs=self._logprobs(row, verdict, logits, mine),
             drafter=chosen.drafter,
             predicted_accepted=chosen.expected,
             no_draft_reason=chosen.reason,
@@ -255,13 +263,12 @@ class ModelRunner:
         return _Verified(result, verdict.path)
 
     def _logprobs(
-        self, row: RowPlan, verdict: Verdict, logits: Tensor
+        self, row: RowPlan, verdict: Verdict, logits: Tensor, mine: slice
     ) -> tuple[TokenLogprobs, ...]:
-        """logits: [1 + len(draft), V]"""
         wanted = row.request.params.logprobs
         if wanted is None:
             return ()
-        chose = logits[[0, *(node + 1 for node in verdict.path)]]
+        chose = logits[mine][[0, *(node + 1 for node in verdict.path)]]
         return tuple(logprobs(chose, verdict.token_ids, wanted, vocab_size=self._vocab_size))
 
     def _compact(self, row: RowPlan, path: Seq[int]) -> None:
@@ -287,17 +294,25 @@ class _Verified(msgspec.Struct, frozen=True):
 
 
 def _outcomes(
-    rows: Seq[RowPlan], verified: Seq[_Verified], starts: Seq[int], states: Tensor | None
+    rows: Seq[RowPlan],
+    verified: Seq[_Verified],
+    starts: Seq[int],
+    states: Tensor | None,
+    *,
+    awaited: Collection[int] | None,
 ) -> tuple[Outcome, ...]:
     """What the step made known, rows that failed left out.
 
-    starts: [B+1] where each row begins in the packed step
-    states: [T, A, D] or None
+    starts:  [B+1] where each row begins in the packed step
+    states:  [T, A, D] or None
+    awaited: sequences that somebody wants to hear of; None: all
     """
+    if awaited is not None and not awaited:
+        return ()
     outcomes = []
     for row, one, start in zip(rows, verified, starts[:-1], strict=True):
         result = one.result
-        if result.error is not None:
+        if result.error is not None or (awaited is not None and row.seq_id not in awaited):
             continue
         known = row.history[row.start : row.start + row.num_tokens]
         outcomes.append(

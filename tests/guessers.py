@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from specserve.config import EngineConfig
-from specserve.drafting import Draft, Drafter, DraftRow, Outcome
+from specserve.drafting import Draft, Drafter, DraftRow, Observer, Outcome
 from specserve.models.decoder import Decoder
 from specserve_drafts import DRAFTERS, DrafterResources, Script, Truth, recorded
 from tests.tiny_heads import parts_of, tiny_head
@@ -70,7 +70,8 @@ class _Failing:
         return [Draft(token_ids=(1, 2), parents=(0, 1))] * len(rows)
 
     def observe(self, outcomes: Seq[Outcome]) -> None:
-        self._inner.observe(outcomes)
+        if isinstance(self._inner, Observer):
+            self._inner.observe(outcomes)
 
     def forget(self, seq_id: int) -> None:
         self._inner.forget(seq_id)

@@ -189,7 +189,12 @@ class World:
             self.clock.now - started,
         )
         self.speculator.learn(
-            Learned(outcomes=tuple(outcomes), forward_seconds=forward, verify_seconds=choosing)
+            Learned(
+                outcomes=tuple(outcomes),
+                num_emitted=sum(accepted) + len(accepted),
+                forward_seconds=forward,
+                verify_seconds=choosing,
+            )
         )
         for plan, outcome in zip(plans, outcomes, strict=True):
             self.histories[plan.seq_id].extend(outcome.token_ids[1:])

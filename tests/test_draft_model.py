@@ -64,6 +64,7 @@ def decode(
     model: Decoder, draft: Decoder | None, num_guesses: Seq[int], **request: Any
 ) -> list[Running]:
     """All prompts at once for len(num_guesses) steps, each step with its own K."""
+    name = "draft_model" if draft else "none"
     drafter = draft and DraftModelDrafter(
         draft, vocab_size=V, num_blocks=NUM_BLOCKS, block_size=BLOCK, max_catch_up=16
     )
@@ -72,13 +73,15 @@ def decode(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK,
         vocab_size=V,
-        speculator=Speculator({"none": drafter} if drafter else {}, vocab_size=V, sharpness=1.0),
+        speculator=Speculator({name: drafter} if drafter else {}, vocab_size=V, sharpness=1.0),
     )
     blocks = list(range(NUM_BLOCKS))
     random.Random(0).shuffle(blocks)
     running = [
         Running(
-            idx, a_sampling_request(prompt, seed=idx, **request), blocks[idx * 32 : idx * 32 + 32]
+            idx,
+            a_sampling_request(prompt, seed=idx, drafter=name, **request),
+            blocks[idx * 32 : idx * 32 + 32],
         )
         for idx, prompt in enumerate(PROMPTS)
     ]

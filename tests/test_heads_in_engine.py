@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from specserve.config import EngineConfig
-from specserve.drafting import Draft, Drafter, DraftRow, Outcome
+from specserve.drafting import Draft, Drafter, DraftRow, Observer, Outcome
 from specserve.models.decoder import Decoder
 from specserve.models.interface import Capture
 from specserve.types import SamplingParams, Speculation
@@ -127,6 +127,7 @@ class Watched:
         return draft
 
     def observe(self, outcomes: Seq[Outcome]) -> None:
+        assert isinstance(self._drafter, Observer)
         self._drafter.observe(outcomes)
 
     def forget(self, seq_id: int) -> None:

@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from specserve.drafting import Draft, DraftRow, Outcome
+from specserve.drafting import Draft, DraftRow
 from specserve.errors import ConfigError, ModelError
 from specserve.models.interface import CausalLM
 from specserve.weights import read_config, resolve_model
@@ -98,9 +98,6 @@ class ParallelDrafter:
         for idx, draft in zip(active, grown, strict=True):
             drafts[idx] = msgspec.structs.replace(draft, kv_len=drafts[idx].kv_len)
         return drafts
-
-    def observe(self, outcomes: Seq[Outcome]) -> None:
-        return
 
     def forget(self, seq_id: int) -> None:
         self._paged.forget(seq_id)

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence as Seq
 from typing import Final
 
-from specserve.drafting import NO_DRAFT, Draft, DraftRow, Outcome, chain
+from specserve.drafting import NO_DRAFT, Draft, DraftRow, chain
 from specserve.errors import ConfigError
 from specserve_drafts.resources import DrafterResources, Truth, need_truth, refuse_argument
 from specserve_drafts.scripted import wants_guesses
@@ -63,9 +63,6 @@ class KnowingDrafter:
             coins.append(rng.random())
         return coins
 
-    def observe(self, outcomes: Seq[Outcome]) -> None:
-        return
-
     def forget(self, seq_id: int) -> None:
         self._coins.pop(seq_id, None)
 
@@ -87,9 +84,6 @@ class MisleadingDrafter:
     def _guess(self, count: int) -> Draft:
         token_ids = [self._rng.randrange(self._vocab_size) for _ in range(count)]
         return chain(token_ids, scores=[_SURE] * count)
-
-    def observe(self, outcomes: Seq[Outcome]) -> None:
-        return
 
     def forget(self, seq_id: int) -> None:
         return

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Final
 
-from specserve.drafting import NO_DRAFT, Draft, DraftRow, Outcome, chain
+from specserve.drafting import NO_DRAFT, Draft, DraftRow, chain
 from specserve_drafts.asks import Asks
 from specserve_drafts.resources import DrafterResources, refuse_argument
 from specserve_kernels import native_suffix
@@ -96,9 +96,6 @@ class NgramDrafter:
             if guesses:
                 drafts[idx] = chain(guesses)
         return drafts
-
-    def observe(self, outcomes: Seq[Outcome]) -> None:
-        return  # history says it all
 
     def forget(self, seq_id: int) -> None:
         self._asks.forget(seq_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from specserve.drafting import NO_DRAFT, Draft, DraftRow, Outcome
+from specserve.drafting import NO_DRAFT, Draft, DraftRow
 from specserve_drafts.resources import DrafterResources, refuse_argument
 
 
@@ -15,9 +15,6 @@ class NoDrafter:
 
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         return [NO_DRAFT] * len(rows)
-
-    def observe(self, outcomes: Seq[Outcome]) -> None:
-        return
 
     def forget(self, seq_id: int) -> None:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from specserve.drafting import NO_DRAFT, Draft, DraftRow, Outcome, leading
+from specserve.drafting import NO_DRAFT, Draft, DraftRow, leading
 from specserve.errors import ConfigError
 from specserve_drafts.resources import DrafterResources, Script, refuse_argument
 
@@ -23,9 +23,6 @@ class ScriptedDrafter:
             leading(self._script(row), row.max_tokens) if wants_guesses(row) else NO_DRAFT
             for row in rows
         ]
-
-    def observe(self, outcomes: Seq[Outcome]) -> None:
-        return
 
     def forget(self, seq_id: int) -> None:
         return

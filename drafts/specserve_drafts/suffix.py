@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Final, Protocol
 
-from specserve.drafting import NO_DRAFT, Draft, DraftRow, Outcome
+from specserve.drafting import NO_DRAFT, Draft, DraftRow
 from specserve.errors import ConfigError
 from specserve.types import Request
 from specserve_drafts.asks import Asks
@@ -68,9 +68,6 @@ class SuffixDrafter:
             if token_ids:
                 drafts[idx] = Draft(token_ids=token_ids, parents=parents, scores=scores)
         return drafts
-
-    def observe(self, outcomes: Seq[Outcome]) -> None:
-        return  # history says what became of a guess, when it is asked again
 
     def read_output(self, request: Request, token_ids: Seq[int]) -> None:
         self._guesser.read_output(request.cache_salt, token_ids)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Final
 
 from specserve.drafting import Draft
 from specserve.speculation.admit import HOPELESS
 from specserve.speculation.costs import DraftCosts, Profile, RobustMean, VerifyCosts
+from specserve.speculation.offers import AutoRow
 from specserve.speculation.sharpness import Sharpness
 from specserve.speculation.survival import MARGINAL, NUM_SHAPES, Habit, Judged, Survival
 
 _FIRST_GAIN: Final = 0.5  # accepted guesses per call, before anything is known
+_FOLLOW: Final = 0.2
+_FOLLOW_ALL: Final = 0.02
 _FIRST_DEPTH: Final = 4.0  # levels of a tree
 
 
@@ -20,18 +23,18 @@ class Track:
     """One request and one drafter.
 
     gain:     guesses that were worth something, per call, lately
-    asked_at: step of the last call; ask_at, wait: when to ask again although it gains little
+    asked_at: step of the last call, -1: none; ask_at: step before which it is not asked
     empty:    calls in a row that brought no guess
     """
 
-    __slots__ = ("ask_at", "asked_at", "empty", "gain", "habit", "wait")
+    __slots__ = ("ask_at", "asked_at", "empty", "gain", "habit")
 
-    def __init__(self) -> None:
+    def __init__(self, gain: float) -> None:
+        """gain: what calls for other requests were worth"""
         self.habit = Habit()
-        self.gain = _FIRST_GAIN
+        self.gain = gain
         self.asked_at = -1
         self.ask_at = 0
-        self.wait = 1
         self.empty = 0
 
 
@@ -50,17 +53,37 @@ class Beliefs:
             for name in known
         }
         self.decided: set[str] = set()  # drafters that are decided about before they are called
-        self._tracks: dict[int, dict[str, Track]] = {}
+        self._gain = dict.fromkeys(known, _FIRST_GAIN)  # of all requests, per call
+        self._tracks: dict[str, dict[int, Track]] = {name: {} for name in known}
 
     def track(self, seq_id: int, name: str) -> Track:
-        tracks = self._tracks.setdefault(seq_id, {})
-        track = tracks.get(name)
+        tracks = self._tracks[name]
+        track = tracks.get(seq_id)
         if track is None:
-            track = tracks[name] = Track()
+            track = tracks[seq_id] = Track(self._gain[name])
         return track
 
+    def note_gains(
+        self, rows: Iterable[AutoRow], chosen: Mapping[int, Seq[int]], share: float
+    ) -> None:
+        """What asking was worth: the expected tokens of guesses that won the race, net.
+
+        chosen: by AutoRow.idx, nodes; share: what is left once verifying them is paid for
+        """
+        for row in rows:
+            nodes = chosen.get(row.idx, ())
+            for name in row.asked:
+                value = 0.0
+                if nodes and name == row.name and row.judged is not None:
+                    chances = row.judged.chances
+                    value = sum(chances[node] for node in nodes if node < len(chances)) * share
+                track = self.track(row.plan.seq_id, name)
+                track.gain += _FOLLOW * (value - track.gain)
+                self._gain[name] += _FOLLOW_ALL * (value - self._gain[name])
+
     def forget(self, seq_id: int) -> None:
-        self._tracks.pop(seq_id, None)
+        for tracks in self._tracks.values():
+            tracks.pop(seq_id, None)
 
     def judge(self, name: str, seq_id: int, draft: Draft) -> Judged:
         return self.survival[name].judge(draft, self.track(seq_id, name).habit.bin, HOPELESS)

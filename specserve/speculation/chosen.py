@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from typing import Final
 
 import msgspec
 
@@ -40,10 +41,13 @@ class StepDrafts(msgspec.Struct, frozen=True, kw_only=True):
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a step, rows that failed left out.
 
-    outcomes: hidden, where there is one, holds the layers of `Speculator.hidden_layers`
+    outcomes:    of the rows that `Speculator.awaited` names; hidden, where there is one, holds the
+                 layers of `Speculator.hidden_layers`
+    num_emitted: tokens of all rows
     """
 
     outcomes: tuple[Outcome, ...]
+    num_emitted: int
     forward_seconds: float
     verify_seconds: float
 
@@ -73,20 +77,42 @@ class StepFacts(msgspec.Struct):
     context: float  # keys that one guess attends to
 
 
+# Nearly every row of every step is one of these: they are made once.
+_PLAIN: Final = {
+    reason: ChosenDraft(reason=reason)
+    for reason in ("", "prefill", "no_room", "no_proposal", "not_worth_it")
+}
+
+
 def no_draft(row: RowPlan) -> ChosenDraft:
-    reason = ""
-    if row.request.max_draft_tokens and row.request.drafter != "none":
+    name, reason = row.request.drafter, ""
+    if name != "none" and row.request.max_draft_tokens:
         reason = "prefill" if row.is_prefill else "" if row.max_draft_tokens else "no_room"
-    name = "none" if row.request.drafter == "auto" else row.request.drafter
-    return ChosenDraft(drafter=name, kv_lens=row.draft_kv_lens, reason=reason)
+    if row.draft_kv_lens or name not in ("auto", "none"):
+        name = "none" if name == "auto" else name
+        return ChosenDraft(drafter=name, kv_lens=row.draft_kv_lens, reason=reason)
+    return _PLAIN[reason]
+
+
+def without_guess(chosen: ChosenDraft, reason: str) -> ChosenDraft:
+    """The same row, once it is known why it has no guess."""
+    if chosen.kv_lens:
+        return msgspec.structs.replace(chosen, reason=reason)
+    return _PLAIN[reason]
 
 
 def facts_of(rows: Seq[RowPlan]) -> StepFacts:
-    num_tokens = sum(row.num_tokens for row in rows)
-    num_sampled = sum(row.samples for row in rows)
-    attended = sum(row.num_tokens * (row.start + 0.5 * row.num_tokens) for row in rows)
-    context = sum(row.start for row in rows) / max(1, len(rows))
-    return StepFacts(num_tokens, num_sampled, float(num_sampled), attended, context)
+    num_tokens = num_sampled = context = 0
+    attended = 0.0
+    for row in rows:
+        start, count = row.start, row.num_tokens
+        num_tokens += count
+        num_sampled += row.samples
+        context += start
+        attended += count * (start + 0.5 * count)
+    return StepFacts(
+        num_tokens, num_sampled, float(num_sampled), attended, context / max(1, len(rows))
+    )
 
 
 def draft_row(row: RowPlan, name: str, max_tokens: int, width: int, beta: float) -> DraftRow:

@@ -5,7 +5,8 @@
 2. Drafters that run a model are decided about before they are called, from what such drafts were
    worth at each depth for requests that fared alike: for whom, how deep, chain or tree.
 3. All guesses race for the step (admit.py).
-What looks not worth it is tried now and then, from an allowance of 0.5 % of the time.
+What looks not worth it is tried now and then: models from an allowance of 0.5 % of the time, cheap
+drafters for all rows in one call, so far apart that these calls take 0.2 %.
 
 For sampled drafts under rules that need their law (rejection, block) K is fixed before the draft
 exists: to drop a guess by its own value bends the law (verification.md 2.6).
@@ -31,7 +32,9 @@ from specserve.speculation.admit import (
 from specserve.speculation.allowance import Allowance
 from specserve.speculation.beliefs import Beliefs, Track
 from specserve.speculation.chosen import StepFacts
+from specserve.speculation.looks import Looks
 from specserve.speculation.offers import AutoRow, Call
+from specserve.speculation.overhead import Overhead
 from specserve.speculation.survival import Judged
 
 EXPLORE_EVERY: Final = 64  # steps
@@ -39,7 +42,8 @@ _TRIAL_DEPTH: Final = 3
 _TRIAL_ROWS: Final = 4
 _KNOWN: Final = 100  # outcomes from which a drafter is known
 _REFRESH_EVERY: Final = 256  # steps with guesses before one without, to know what that costs
-_LONGEST_WAIT: Final = 16  # steps between two looks at what was not worth it
+_NARROW: Final = 1.1  # where guesses gain less than this, such a step counts as 8 of them
+_WORTH: Final = 1.01  # guesses must promise this much more than none: costs are known so well
 _CHEAP: Final = 0.02  # of a step, all rows together
 _MARGIN: Final = 1.005  # a call must promise this much more than going without
 _AMORTISE: Final = 64  # steps that reading a text is spread over
@@ -71,14 +75,13 @@ class Controller:
         self._allowance = Allowance()
         self._plain_seconds = 0.0  # of this step without any guess
         self._debt = 0.0  # of this step's paid call: seconds that verifying takes longer
-        self._look_at = dict.fromkeys(is_model, 0)  # step from which a model is considered again
-        self._wait = dict.fromkeys(is_model, 1)
+        self._looks = Looks(is_model)
         self._called_at = dict.fromkeys(is_model, -EXPLORE_EVERY)
         self._since_plain = 0
         self._most_chosen = 8.0  # guesses of one row in one step, lately
         self._num_chains = self._num_trees = 0
-        self.fixed_seconds = 0.0  # of this step: host, drafts made, this controller
-        self.handling = 0.0  # seconds of ours that one row's proposal costs, its making left out
+        self.overhead = Overhead()
+        self.fixed_seconds = 0.0  # of this step: our own work, drafts made
 
     # ---- the step --------------------------------------------------------------------------
 
@@ -92,21 +95,20 @@ class Controller:
 
     def cheap_calls(self, rows: Seq[AutoRow], names: Seq[str]) -> list[Call]:
         """Whom to ask before anything is decided; nobody in a step that refreshes K = 0."""
-        if self._is_refresh or not rows:
+        if self._is_refresh or not rows or not self.overhead.is_known:
             return []
         step = self._rungs(0)[0]
-        width = self._cheap_width(rows)
         calls = []
         for name in names:
             costs = self._beliefs.draft_costs[name]
             each = costs.seconds(len(rows), 1) / len(rows)
             if not self._is_cheap(name, each * len(rows), step):
                 continue
-            each += self.handling
-            asked = [row for row in rows if self._is_due(self._track(row, name), each)]
+            asked = self._due(rows, name, each + self.overhead.per_ask, step)
             if asked:
                 most = int(2 * self._most_chosen) + 2  # what stands behind is hardly ever chosen
-                calls.append(Call(name, tuple((row, min(row.cap, most)) for row in asked), width))
+                pairs = tuple((row, min(row.cap, most)) for row in asked)
+                calls.append(Call(name, pairs, self._cheap_width(rows)))
         return calls
 
     def took(self, call: Call, judged: Seq[Judged]) -> None:
@@ -131,7 +133,7 @@ class Controller:
             return None
         costly = [name for name in names if not self._is_cheap(name, self._cost(name, rows), None)]
         self._beliefs.decided.update(costly)
-        looked_at = [name for name in costly if self._step_idx >= self._look_at[name]]
+        looked_at = [name for name in costly if self._looks.is_due(name, self._step_idx)]
         due = [n for n in looked_at if self._is_known(n) or self._can_pay(n, rows)]
         best: Call | None = None
         if due:
@@ -144,10 +146,9 @@ class Controller:
                 call, goodput = self._best_call(name, rows)
                 if call is not None and goodput > bar:
                     best, bar = call, goodput
-                    self._wait[name] = 1
+                    self._looks.found(name)
                 else:
-                    self._wait[name] = min(2 * self._wait[name], _LONGEST_WAIT)
-                    self._look_at[name] = self._step_idx + self._wait[name]
+                    self._looks.missed(name, self._step_idx)
         call = best or self._trial(costly, rows)
         if call is None:
             return None
@@ -179,31 +180,26 @@ class Controller:
                 if chance >= HOPELESS:
                     open_nodes.append((-chance, at, node))
         open_nodes.sort()
+        without = self._race(())
         won = self._race([-chance for chance, _, _ in open_nodes])
+        if won.goodput < _WORTH * without.goodput:
+            won = without
         for _, at, node in open_nodes[: won.num_chosen]:
             chosen.setdefault(rows[at].idx, []).append(node)
         self._most_chosen *= 0.95
         for nodes in chosen.values():
             nodes.sort()
             self._most_chosen = max(self._most_chosen, float(len(nodes)))
-        self._note_gains(rows, chosen, net_share(won, self._race(())))
-        self._since_plain = self._since_plain + 1 if chosen else 0
+        self._beliefs.note_gains(rows, chosen, net_share(won, without))
+        is_narrow = won.goodput < _NARROW * without.goodput
+        self._since_plain = self._since_plain + (8 if is_narrow else 1) if chosen else 0
         self._seconds_per_token = 1.0 / won.goodput
         return chosen, won
 
-    def _note_gains(self, rows: Seq[AutoRow], chosen: Mapping[int, Seq[int]], share: float) -> None:
-        """What asking was worth: the expected tokens of guesses that won the race, net."""
-        for row in rows:
-            nodes = chosen.get(row.idx, ())
-            for name in row.asked:
-                track = self._track(row, name)
-                value = 0.0
-                if name == row.name and row.judged is not None:
-                    chances = row.judged.chances
-                    value = sum(chances[node] for node in nodes if node < len(chances)) * share
-                if value > track.gain:
-                    track.wait = 1  # it found something again
-                track.gain += 0.2 * (value - track.gain)
+    def pass_by(self) -> None:
+        """In place of admit, where nobody was asked."""
+        self._since_plain = 0
+        self._seconds_per_token = 1.0 / self._race(()).goodput
 
     def close(self, seconds: float, paid_seconds: float, num_accepted: int) -> None:
         """paid_seconds: of a paid call's draft, which brought num_accepted tokens"""
@@ -237,15 +233,14 @@ class Controller:
         bound = _CHEAP * (self._rungs(0)[0] if step is None else step)
         return not self._is_model[name] and seconds < bound
 
-    def _is_due(self, track: Track, cost: float) -> bool:
-        """Whether asking is worth its cost; if not, it is asked at growing distances."""
-        if track.gain * self._seconds_per_token >= cost:
-            return True
-        if self._step_idx < track.ask_at:
-            return False
-        track.wait = min(2 * track.wait, _LONGEST_WAIT)
-        track.ask_at = self._step_idx + track.wait
-        return True
+    def _due(self, rows: Seq[AutoRow], name: str, each: float, step: float) -> Seq[AutoRow]:
+        """Rows that asking is worth its cost for, and new ones; now and then all of them."""
+        if self._looks.is_due(name, self._step_idx):
+            self._looks.took(name, self._step_idx, each * len(rows), step)
+            return rows
+        track, bar = self._beliefs.track, each / max(self._seconds_per_token, 1e-9)
+        tracks = ((row, track(row.plan.seq_id, name)) for row in rows)
+        return [row for row, mine in tracks if mine.gain >= bar or mine.asked_at < 0]
 
     def _cheap_width(self, rows: Seq[AutoRow]) -> int:
         """Children per node: trees where rows are free, chains where they are not."""
@@ -263,9 +258,12 @@ class Controller:
     def _rungs(self, most: int) -> list[float]:
         if len(self._ladder) <= most:
             facts = self._facts
-            self._ladder = self._beliefs.verify_costs.ladder(
-                facts.num_tokens, facts.num_logits, facts.attended, facts.context, max(most, 40)
+            most = max(most, 40) if most else 0  # where nobody is asked, one rung is all
+            ladder = self._beliefs.verify_costs.ladder(
+                facts.num_tokens, facts.num_logits, facts.attended, facts.context, most
             )
+            more = self.overhead.per_guess
+            self._ladder = [seconds + more * count for count, seconds in enumerate(ladder)]
         return self._ladder
 
     def _race(self, chances: Seq[float]) -> Race:

@@ -118,9 +118,17 @@ class VerifyCosts:
             for m in range(num_tokens, end)
         ]
 
-    def observe(self, num_tokens: int, num_logits: int, attended: float, seconds: float) -> None:
-        """One forward was seen to take `seconds`."""
-        expected = self.seconds(num_tokens, num_logits, attended)
+    def observe(
+        self,
+        num_tokens: int,
+        num_logits: int,
+        attended: float,
+        seconds: float,
+        *,
+        expected: float = 0.0,
+    ) -> None:
+        """One forward was seen to take `seconds`; expected: by seconds(), if that was asked."""
+        expected = expected or self.seconds(num_tokens, num_logits, attended)
         level = self._levels[self._class[num_tokens]]
         ratio = seconds * level.value * self._speed.value / max(expected, 1e-9)
         before = level.value

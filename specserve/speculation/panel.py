@@ -11,7 +11,16 @@ from functools import partial
 
 import msgspec
 
-from specserve.drafting import Draft, Drafter, DraftRow, Outcome, OutputReader, fault_of, leading
+from specserve.drafting import (
+    Draft,
+    Drafter,
+    DraftRow,
+    Observer,
+    Outcome,
+    OutputReader,
+    fault_of,
+    leading,
+)
 from specserve.speculation.bench import Bench
 from specserve.types import Ended
 from specserve_observability.logs import get_logger
@@ -22,6 +31,9 @@ class Panel:
 
     def __init__(self, drafters: Mapping[str, Drafter], *, vocab_size: int) -> None:
         self._drafters = dict(drafters)
+        self._observers = {
+            name: drafter for name, drafter in drafters.items() if isinstance(drafter, Observer)
+        }
         self._readers = {
             name: drafter for name, drafter in drafters.items() if isinstance(drafter, OutputReader)
         }
@@ -104,13 +116,20 @@ class Panel:
                 return leading(draft, at)
         return draft
 
+    @property
+    def has_observers(self) -> bool:
+        """Whether some drafter wants to see the outcome of every row."""
+        return bool(self._observers)
+
     def observe(self, outcomes: Seq[Outcome]) -> None:
         layers = self.hidden_layers
-        for name, drafter in self._drafters.items():
+        for name, observer in self._observers.items():
             if self.may_play(name):
-                own = _with_own_layers(outcomes, drafter.hidden_layers, layers)
-                if self._guarded(name, partial(drafter.observe, own)) and name in self._worked:
-                    self._bench.worked(name)
+                own = _with_own_layers(outcomes, self._drafters[name].hidden_layers, layers)
+                if not self._guarded(name, partial(observer.observe, own)):
+                    self._worked.discard(name)
+        for name in self._worked:
+            self._bench.worked(name)
 
     def forget(self, seq_ids: Seq[int], ended: Seq[Ended]) -> None:
         for seq_id in seq_ids:

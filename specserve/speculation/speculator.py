@@ -9,7 +9,7 @@ rows then have K = 0.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -26,9 +26,10 @@ from specserve.speculation.chosen import (
     facts_of,
     no_draft,
     num_fed,
+    without_guess,
 )
 from specserve.speculation.controller import Controller
-from specserve.speculation.costs import UNMEASURED, Profile, RobustMean
+from specserve.speculation.costs import UNMEASURED, Profile
 from specserve.speculation.offers import AutoRow, Call
 from specserve.speculation.panel import Panel
 from specserve.speculation.recording import Recording
@@ -46,6 +47,23 @@ class _Proposed(NamedTuple):
     judged: Judged
     width: int
     beta: float
+
+
+class _Step(msgspec.Struct):
+    """What is remembered of a step until the next one begins.
+
+    last_seq:  some sequence of it; is_plain: there were decode rows only
+    elsewhere: seconds in the forward, in choosing tokens and in drafters
+    expected:  seconds of the forward
+    """
+
+    num_rows: int = 0
+    num_asked: int = 0
+    num_guesses: int = 0
+    last_seq: int = -1
+    is_plain: bool = False
+    elsewhere: float = 0.0
+    expected: float = 0.0
 
 
 class Speculator:
@@ -74,23 +92,25 @@ class Speculator:
         self.beliefs = Beliefs(self._panel.names, profile, sharpness=sharpness)
         self._is_model = {name: self._panel.is_model(name) for name in self._panel.names}
         self._controller = Controller(self.beliefs, self._is_model, itl_target=itl_target)
-        self._host = RobustMean(0.0, 0.05)  # seconds between two steps
-        self._own = RobustMean(0.0, 0.05)  # seconds of choosing, drafters left out
-        self._idle = RobustMean(0.0, 0.05)  # of that, in steps where nobody is asked
-        self._handling = RobustMean(0.0, 0.05)  # of that, per proposal
+        self._overhead = self._controller.overhead
         self._step_idx = 0
         self._facts = StepFacts(0, 0, 0.0, 0.0, 0.0)
         self._proposed: dict[int, list[_Proposed]] = {}  # by seq_id
         self._draft_seconds = 0.0
         self._paid_seconds = 0.0
         self._paid_name = ""
-        self._started = self._ended = 0.0
-        self._last_seqs: frozenset[int] = frozenset()
+        self._started = 0.0
+        self._step = _Step()
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         """Every layer whose incoming residual stream some drafter wants to see, ascending."""
         return self._panel.hidden_layers
+
+    @property
+    def awaited(self) -> Collection[int] | None:
+        """Of which sequences learn() wants to see the outcome, after draft(); None: of all."""
+        return None if self._panel.has_observers else self._proposed.keys()
 
     @property
     def failed(self) -> tuple[str, ...]:
@@ -103,46 +123,48 @@ class Speculator:
         self._begin(rows)
         chosen = [no_draft(row) for row in rows]
         self._facts = facts_of(rows)
-        self._draft_by_name(rows, chosen)
-        auto = [
-            AutoRow(idx, row)
-            for idx, row in enumerate(rows)
-            if row.request.drafter == "auto" and row.max_draft_tokens > 0
-        ]
+        auto: list[AutoRow] = []
+        by_name: set[str] = set()
+        for idx, row in enumerate(rows):
+            name = row.request.drafter
+            if name == "auto":
+                if row.max_draft_tokens > 0:
+                    auto.append(AutoRow(idx, row))
+            elif name != "none":
+                by_name.add(name)
+        if by_name:
+            self._draft_by_name(by_name, rows, chosen)
         if auto:
             self._draft_by_choice(rows, auto, chosen)
-        own = self._clock() - self._started - self._draft_seconds
-        self._own.add(own)
-        self._note_handling(own, sum(len(row.asked) for row in auto))
         costs, facts = self.beliefs.verify_costs, self._facts
-        seconds = own + self._draft_seconds + costs.per_emitted * facts.emitted
+        seconds = self._clock() - self._started + costs.per_emitted * facts.emitted
         if facts.num_tokens:
-            seconds += costs.seconds(facts.num_tokens, facts.num_logits, facts.attended)
+            self._step.expected = costs.seconds(facts.num_tokens, facts.num_logits, facts.attended)
+            seconds += self._step.expected
         return StepDrafts(rows=chosen, seconds=seconds)
-
-    def _note_handling(self, own: float, num_asked: int) -> None:
-        """Measured where it counts: behind a forward, Python finds none of its code in the caches,
-        and judging a proposal takes several times what a loop of it takes."""
-        if not num_asked:
-            self._idle.add(own)
-            return
-        self._handling.add(max(0.0, own - self._idle.value) / num_asked)
-        self._controller.handling = self._handling.value
 
     def _begin(self, rows: Seq[RowPlan]) -> None:
         self._step_idx += 1
-        self._started = self._clock()
+        now = self._clock()
+        last, self._step = self._step, _Step()
+        if rows:
+            # A sequence that runs on waits for nothing: what lies between is our own work.
+            self._step.last_seq = rows[-1].seq_id
+            self._step.is_plain = not any(row.is_prefill for row in rows)
+            if last.is_plain and any(row.seq_id == last.last_seq for row in rows):
+                seconds = now - self._started - last.elsewhere
+                self._overhead.observe(last.num_rows, last.num_asked, last.num_guesses, seconds)
+        self._step.num_rows = len(rows)
+        self._started = now
         self._proposed = {}
         self._panel.begin(self._step_idx)
         self._draft_seconds = self._paid_seconds = 0.0
-        seqs = frozenset(row.seq_id for row in rows)
-        if seqs & self._last_seqs:  # nobody waited in between for something to do
-            self._host.add(max(0.0, self._started - self._ended))
-        self._last_seqs = seqs
 
-    def _draft_by_name(self, rows: Seq[RowPlan], chosen: list[ChosenDraft]) -> None:
+    def _draft_by_name(
+        self, names: set[str], rows: Seq[RowPlan], chosen: list[ChosenDraft]
+    ) -> None:
         """Rows whose request names a drafter: exactly its K and width."""
-        for name in self._panel.names:
+        for name in names.intersection(self._panel.names):
             asked = [
                 (idx, row.max_draft_tokens)
                 for idx, row in enumerate(rows)
@@ -173,6 +195,11 @@ class Speculator:
         if model is not None:
             self._carry_out(model, rows, chosen)
             controller.fixed_seconds = self._fixed_seconds
+        if not self._step.num_asked:
+            controller.pass_by()
+            for row in auto:
+                chosen[row.idx] = without_guess(chosen[row.idx], "no_proposal")
+            return
         nodes, _ = controller.admit(auto)
         if self._recording is not None:
             costs = self.beliefs.verify_costs
@@ -181,7 +208,7 @@ class Speculator:
             mine = nodes.get(row.idx)
             if mine is None or row.judged is None:
                 reason = "no_proposal" if row.judged is None else "not_worth_it"
-                chosen[row.idx] = msgspec.structs.replace(chosen[row.idx], reason=reason)
+                chosen[row.idx] = without_guess(chosen[row.idx], reason)
             else:
                 self._choose(
                     row.plan, chosen, row.idx, row.name, row.judged.draft, mine, row.judged
@@ -190,7 +217,8 @@ class Speculator:
     @property
     def _fixed_seconds(self) -> float:
         """What this step takes besides the forward and the choosing of tokens."""
-        return self._host.value + self._own.value + self._draft_seconds
+        step, own = self._step, self._overhead
+        return own.plain(step.num_rows) + own.per_ask * step.num_asked + self._draft_seconds
 
     def _carry_out(self, call: Call, rows: Seq[RowPlan], chosen: list[ChosenDraft]) -> None:
         before = self._draft_seconds
@@ -230,6 +258,7 @@ class Speculator:
             kv_lens=kv_lens,
             num_fed=fed,
         )
+        self._step.num_guesses += len(nodes)
         self._facts.num_tokens += len(nodes)
         self._facts.num_logits += len(nodes)
         self._facts.emitted += expected
@@ -244,6 +273,7 @@ class Speculator:
         """
         sharpness = self.beliefs.sharpness[name]
         betas = [sharpness.pick() if self._is_model[name] else 1.0 for _ in asked]
+        self._step.num_asked += len(asked)
         draft_rows = [
             draft_row(rows[idx], name, num_guesses, width, beta)
             for (idx, num_guesses), beta in zip(asked, betas, strict=True)
@@ -293,24 +323,30 @@ class Speculator:
         facts, costs = self._facts, self.beliefs.verify_costs
         if facts.num_tokens:
             costs.observe(
-                facts.num_tokens, facts.num_logits, facts.attended, learned.forward_seconds
+                facts.num_tokens,
+                facts.num_logits,
+                facts.attended,
+                learned.forward_seconds,
+                expected=self._step.expected,
             )
-        num_emitted = num_paid = 0
+        num_paid = 0
         for outcome in learned.outcomes:
             if outcome.num_computed == len(outcome.token_ids):
                 continue  # a chunk that did not sample
             emitted = outcome.token_ids[-1 - outcome.num_accepted :]
-            num_emitted += len(emitted)
             if outcome.drafter == self._paid_name:
                 num_paid += outcome.num_accepted
             for name, judged, width, beta in self._proposed.get(outcome.seq_id, ()):
                 right = self.beliefs.settle(name, outcome.seq_id, judged, width, emitted)
                 if beta and right is not None:
                     self.beliefs.sharpness[name].learn(beta, right)
-        costs.observe_choosing(num_emitted, learned.verify_seconds)
+        costs.observe_choosing(learned.num_emitted, learned.verify_seconds)
         self._panel.observe(learned.outcomes)
-        self._ended = self._clock()
-        self._controller.close(self._ended - self._started, self._paid_seconds, num_paid)
+        self._step.elsewhere = (
+            learned.forward_seconds + learned.verify_seconds + self._draft_seconds
+        )
+        seconds = self._clock() - self._started
+        self._controller.close(seconds, self._paid_seconds, num_paid)
 
     def forget(self, seq_ids: Seq[int], ended: Seq[Ended] = ()) -> None:
         """These sequences ended or were preempted; `ended`: those that will not come back."""

@@ -1,0 +1,35 @@
+"""When drafters that were not worth it are looked at again: seldom, and never not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+_LONGEST_WAIT: Final = 16  # steps
+_SHARE: Final = 0.002  # of the time
+_LONGEST_SPREAD: Final = 32  # steps
+
+
+class Looks:
+    """One schedule per drafter, for all rows."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._wait = dict.fromkeys(names, 1)
+        self._due_at = dict.fromkeys(self._wait, 0)  # step index
+
+    def is_due(self, name: str, step_idx: int) -> bool:
+        return step_idx >= self._due_at[name]
+
+    def found(self, name: str) -> None:
+        """It was worth it: the next step looks again, too."""
+        self._wait[name] = 1
+
+    def missed(self, name: str, step_idx: int) -> None:
+        """It was not: wait twice as long as the last time."""
+        self._wait[name] = min(2 * self._wait[name], _LONGEST_WAIT)
+        self._due_at[name] = step_idx + self._wait[name]
+
+    def took(self, name: str, step_idx: int, seconds: float, step_seconds: float) -> None:
+        """A look takes `seconds`: the next one so much later that looks take _SHARE of the time."""
+        wait = int(seconds / (_SHARE * step_seconds)) + 1
+        self._due_at[name] = step_idx + min(wait, _LONGEST_SPREAD)
