@@ -9,16 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from specserve.errors import ConfigError
+from specserve.errors import ConfigError, ModelError
+from specserve.tokenizer import Tokenizer
 from specserve.training.answers import AnswerStore, Plan, generate
 from specserve.training.evaluate import accepted_by_position, cost_of
 from specserve.training.heldout import steps_of
 from specserve.training.lessons import Document, batches, split
 from specserve.training.losses import LOSSES, blend_of, law_of, log_probs_at, loss_of, parts
 from specserve.training.prompts import MAKERS, generated_prompts
+from specserve.training.self_prompts import Said, self_prompts
 from specserve.training.vocabulary import coverage, known_flags, most_frequent, offsets
 from specserve.types import SamplingParams, SpecStats
 from specserve_observability.records import RowRecord, StepRecord
+from tests.small_tokenizers import saved, words
 from tests.training_world import a_lesson, some_ids
 
 # --- losses ----------------------------------------------------------------------------------
@@ -269,3 +272,41 @@ def test_the_cost_of_a_guess_is_relative_to_a_step_without_any() -> None:
     assert cost.draft_per_token == pytest.approx(0.001)
     assert cost.relative == pytest.approx(0.1)
     assert cost_of(steps[1:]) is None
+
+
+# --- prompts of the target's own -------------------------------------------------------------
+
+
+def a_chat_tokenizer(directory: Path) -> Tokenizer:
+    template = "{% for message in messages %}user : {{ message.content }} end{% endfor %}"
+    return saved(words("?", "user", ":", "end"), directory, chat_template=template)
+
+
+def test_the_target_asks_itself_and_what_it_did_not_end_or_said_before_is_left_out(
+    tmp_path: Path,
+) -> None:
+    tokenizer = a_chat_tokenizer(tmp_path)
+    asked: list[tuple[tuple[int, ...], SamplingParams]] = []
+
+    def ask(prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Said]:
+        first = len(asked)
+        asked.extend((tuple(ids), one) for ids, one in zip(prompts, params, strict=True))
+        kinds = ("a question ", "", "cut")
+        return [
+            Said(f"{kinds[at % 3]}{at // 6 if at % 3 == 0 else ''}", at % 3 != 2)
+            for at in range(first, len(asked))
+        ]
+
+    found = self_prompts(tokenizer, ask, 40, seed=5)
+    assert found == [f"a question {number}" for number in range(40)]
+    assert {ids for ids, _ in asked} == {(1, 2)}  # where a person's words would follow
+    assert len({params.seed for _, params in asked}) == len(asked)
+    assert self_prompts(tokenizer, ask, 1, seed=5)  # and again
+
+
+def test_a_target_that_never_ends_its_own_questions_is_given_up(tmp_path: Path) -> None:
+    def ask(prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Said]:
+        return [Said("on and on", False) for _ in prompts]
+
+    with pytest.raises(ModelError, match="only 0 were ended"):
+        self_prompts(a_chat_tokenizer(tmp_path), ask, 10, seed=0)
