@@ -7,7 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from specserve_loadgen.client import limit_of
+from specserve.server.keys import KeyRing
+from specserve.server.state import ServerSettings
+from specserve_loadgen.client import limit_of, request_body
 from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.never_slower import (
     Arm,
@@ -20,6 +22,7 @@ from specserve_loadgen.never_slower import (
     tokens_per_second,
     workload_prompts,
 )
+from specserve_loadgen.prompts import load_prompts
 from specserve_loadgen.records import Chunk
 from specserve_loadgen.settings import Settings
 from specserve_loadgen.study import main, parse_arm
@@ -142,6 +145,27 @@ def test_a_cell_sends_what_fits_into_its_seconds_and_at_least_one_request_per_us
 ) -> None:
     plan = Plan(url="", fixed=(), rounds=3, requests_per_user=2, seconds_per_cell=seconds)
     assert requests_per_round(plan, 4, warm_up) == num_requests
+
+
+async def test_a_server_with_keys_is_studied_with_one_and_no_report_holds_it() -> None:
+    settings = ServerSettings(keys=KeyRing(["secret-key"]))
+    async with a_server(says("one two three", then=None), settings=settings) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        plan = Plan(
+            url=url, fixed=(), concurrencies=(1,), workloads=("chat",), rounds=1, max_tokens=4
+        )
+        with pytest.raises(LoadgenError, match="401"):
+            await run_study(plan, lambda line: None)
+        study = await run_study(plan, lambda line: None, "secret-key")
+    assert len(study.cells) == 1
+    assert b"secret-key" not in msgspec.json.encode(study)
+
+
+def test_a_request_of_its_own_salt_can_be_guessed_from_nothing_that_was_said_before() -> None:
+    prompts = load_prompts(None, ["chat"])
+    salted = Settings(url="", cache_salt="s", salt_per_request=True)
+    bodies = [msgspec.json.decode(request_body(salted, "m", prompts[0], idx)) for idx in (0, 1)]
+    assert [body["cache_salt"] for body in bodies] == ["s/0", "s/1"]
 
 
 async def test_an_adversarial_cell_has_the_wrong_drafter_as_a_fixed_choice() -> None:

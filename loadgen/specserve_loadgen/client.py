@@ -48,7 +48,8 @@ def request_body(settings: Settings, model: str, prompt: Prompt, request_idx: in
     if settings.ignore_eos:
         body["ignore_eos"] = True
     if settings.cache_salt is not None:
-        body["cache_salt"] = settings.cache_salt
+        own = f"/{request_idx}" if settings.salt_per_request else ""
+        body["cache_salt"] = settings.cache_salt + own
     speculation = {
         "drafter": settings.drafter,
         "max_draft_tokens": settings.max_draft_tokens,

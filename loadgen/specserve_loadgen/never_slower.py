@@ -121,15 +121,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return [AUTO, OFF, *self.fixed, *more]
 
 
-async def run_study(plan: Plan, say: Callable[[str], None]) -> Study:
+async def run_study(plan: Plan, say: Callable[[str], None], api_key: str | None = None) -> Study:
     """All cells; LoadgenError when there is no server or a request fails."""
     cells = []
     started = time.perf_counter()
-    await _check_arms(plan)
+    await _check_arms(plan, api_key)
     info: RunResult | None = None
     for workload in plan.workloads:
         for concurrency in plan.concurrencies:
-            cell, info = await _run_cell(plan, workload, concurrency)
+            cell, info = await _run_cell(plan, workload, concurrency, api_key)
             cells.append(cell)
             say(describe(cell))
     if info is None:
@@ -149,13 +149,15 @@ async def run_study(plan: Plan, say: Callable[[str], None]) -> Study:
     )
 
 
-async def _check_arms(plan: Plan) -> None:
+async def _check_arms(plan: Plan, api_key: str | None) -> None:
     """One token from every arm: a drafter that is not loaded is found out now, not in an hour."""
     arms = {arm.name: arm for workload in plan.workloads for arm in plan.arms(workload)}
     prompts = load_prompts(None, ["chat"])[:1]
     for arm in arms.values():
         settings = _settings(plan, arm, "check", 1, -1, 1)
-        result = await run_load(msgspec.structs.replace(settings, max_tokens=1), prompts)
+        result = await run_load(
+            msgspec.structs.replace(settings, max_tokens=1, shortest=None), prompts, api_key=api_key
+        )
         if failure := next((r.failure for r in result.records if r.failure is not None), None):
             raise LoadgenError(
                 f"the server refuses {arm.name} ({failure.message}): load {arm.drafter} with "
@@ -163,7 +165,9 @@ async def _check_arms(plan: Plan) -> None:
             )
 
 
-async def _run_cell(plan: Plan, workload: str, concurrency: int) -> tuple[Cell, RunResult]:
+async def _run_cell(
+    plan: Plan, workload: str, concurrency: int, api_key: str | None
+) -> tuple[Cell, RunResult]:
     arms = plan.arms(workload)
     prompts = workload_prompts(workload, plan.seed)
     speeds: dict[str, list[float]] = {arm.name: [] for arm in arms}
@@ -176,7 +180,7 @@ async def _run_cell(plan: Plan, workload: str, concurrency: int) -> tuple[Cell, 
         began = time.perf_counter()
         for arm in [*arms[first:], *arms[:first]]:
             settings = _settings(plan, arm, workload, concurrency, round_idx, num_requests)
-            result = await run_load(settings, prompts)
+            result = await run_load(settings, prompts, api_key=api_key)
             failed = [record for record in result.records if record.failure is not None]
             if failed or result.interrupted:
                 why = failed[0].failure if failed else "it was interrupted"
@@ -219,6 +223,7 @@ def _settings(
         drafter=arm.drafter,
         max_draft_tokens=arm.max_draft_tokens,
         cache_salt=f"{plan.seed}/{workload}/{concurrency}/{arm.name}/{round_idx}",
+        salt_per_request=True,  # prompts come again, and a guesser must not have seen the answer
     )
 
 

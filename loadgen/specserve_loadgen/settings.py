@@ -44,5 +44,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_draft_tokens: int | None = None
     verify: str | None = None
     cache_salt: str | None = None  # requests of another salt share no cached prefix
+    salt_per_request: bool = False  # the request's index is added to the salt
     model: str | None = None  # None: the first of /v1/models
     request_timeout: float = 600.0  # seconds

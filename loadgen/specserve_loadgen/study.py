@@ -22,7 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
     try:
-        study = asyncio.run(run_study(plan_from(options), lambda line: print(line, flush=True)))
+        study = asyncio.run(
+            run_study(plan_from(options), lambda line: print(line, flush=True), options.api_key)
+        )
     except LoadgenError as error:
         print(f"specserve study: error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -91,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("name", choices=("never-slower",))
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
     parser.add_argument(
-        "--fixed", default="ngram:3,suffix:3,suffix:7", metavar="D:K,...", help="fixed choices"
+        "--fixed", default="suffix:3,suffix:7", metavar="D:K,...", help="fixed choices"
     )
     parser.add_argument("--concurrency", default="1,4,8,16,32", metavar="N,...")
     parser.add_argument(
@@ -103,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rounds", type=_at_least_1, default=3, help="default: 3")
     parser.add_argument("--max-tokens", type=_at_least_1, default=96)
-    parser.add_argument("--requests-per-user", type=_at_least_1, default=2)
+    parser.add_argument("--requests-per-user", type=_at_least_1, default=3)
     parser.add_argument(
         "--seconds-per-cell",
         type=_seconds,
@@ -112,5 +114,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token, in no report")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole study there")
     return parser
