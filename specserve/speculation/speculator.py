@@ -195,12 +195,11 @@ class Speculator:
         if model is not None:
             self._carry_out(model, rows, chosen)
             controller.fixed_seconds = self._fixed_seconds
-        if not self._step.num_asked:
+        nodes: Mapping[int, Seq[int]] = {}
+        if self._step.num_asked:
+            nodes, _ = controller.admit(auto)
+        else:
             controller.pass_by()
-            for row in auto:
-                chosen[row.idx] = without_guess(chosen[row.idx], "no_proposal")
-            return
-        nodes, _ = controller.admit(auto)
         if self._recording is not None:
             costs = self.beliefs.verify_costs
             self._recording.add(self._facts, auto, nodes, costs, self._fixed_seconds)
