@@ -14,7 +14,7 @@
 #include <cstring>
 #include <vector>
 
-#include "head_parts.h"
+#include "call_parts.h"
 #include "row_kernels.h"
 
 namespace specserve {

@@ -1,4 +1,4 @@
-// What a head's call shares with a step in kind: memory that grows, columns and rows dealt out.
+// What a step and a head's call are made of: memory that grows, columns and rows dealt out.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -7,12 +7,16 @@
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 namespace specserve {
 namespace {
 
-// Numbers below 2^-126 are taken as 0 while it lives: each costs a hundred cycles. Every thread has
-// one, so a row's bits are the same wherever it is computed.
+// Numbers below 2^-126 are taken as 0 while it lives: what a softmax gives to keys that hardly count
+// is such a number now and then, and each costs a hundred cycles. Every thread of a step has one,
+// so a row's bits are the same wherever it is computed.
 class FlushTinyNumbers {
  public:
 #if defined(__x86_64__)
@@ -23,6 +27,8 @@ class FlushTinyNumbers {
   unsigned before_;
 #endif
 };
+
+constexpr size_t HUGE_PAGE = 2 << 20;
 
 // 64-byte aligned memory that only grows; contents are lost when it does.
 class Buffer {
@@ -39,7 +45,12 @@ class Buffer {
     if (bytes <= size_) return;
     std::free(memory_);
     size_ = (bytes + bytes / 4 + 63) / 64 * 64;
-    memory_ = std::aligned_alloc(64, size_);
+    const size_t page = size_ < HUGE_PAGE ? 64 : HUGE_PAGE;
+    size_ = (size_ + page - 1) / page * page;
+    memory_ = std::aligned_alloc(page, size_);
+#if defined(MADV_HUGEPAGE)
+    if (page == HUGE_PAGE) madvise(memory_, size_, MADV_HUGEPAGE);
+#endif
   }
   void* data() const { return memory_; }
   float* floats() const { return static_cast<float*>(memory_); }
