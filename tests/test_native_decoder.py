@@ -227,7 +227,7 @@ def test_each_dtype_computes_what_the_readable_model_says(name: str, dtype: Dtyp
     ids, positions, batch = a_prompt(90, config.vocab_size)
     expected = readable_logits(config, dtype, ids).float()
     actual = run(a_native(config, dtype), batch, ids, positions)
-    assert share_of_equal_rows(actual, expected) > 0.85  # 0.9 exactly on some CPUs' torch
+    assert share_of_equal_rows(actual, expected) > 0.89  # 81 of 90 on some CPUs' torch
     if dtype != "fp32":  # the rounding is not lost in the tolerance
         assert share_of_equal_rows(actual, readable_logits(config, "fp32", ids).float()) == 0
 
