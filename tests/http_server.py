@@ -165,6 +165,11 @@ class Pace:
     def allow(self, num_steps: int = 1) -> None:
         self._permits.release(num_steps)
 
+    def take_back(self) -> None:
+        """No step that was given and not taken is left."""
+        while self._permits.acquire(blocking=False):
+            pass
+
     async def steps_until_idle(self, server: Server) -> int:
         """Gives steps one by one; how many it took until nothing was left in the engine."""
         for num_steps in range(1000):
