@@ -6,11 +6,12 @@ import json
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from specserve.cli import main
-from specserve.errors import ModelError
+from specserve.errors import ConfigError, ModelError
 from specserve.loading import LoadedModel, load_model
 from specserve.models.config import parse_model_config
 from specserve.models.decoder import Decoder
@@ -283,6 +284,27 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(
     assert second.position.num_places == whole.position.num_places
     for name, own in expected.params.items():
         assert torch.equal(own, found.params[name]), name
+
+
+def test_a_draft_learns_on_from_another_with_other_words(
+    target: LoadedModel, tmp_path: Path
+) -> None:
+    _, learned, _ = a_run(target, tmp_path / "run", "eagle3")
+    export(learned, tmp_path / "draft", "int8", None)
+    options = TrainOptions(steps=1, depths=3, start_from=str(tmp_path / "draft"))
+    target_ids = torch.tensor([1, *range(3, 62)])  # it knew 2 to 61
+    begun = new_student(options, target, target_ids)
+    fresh = new_student(TrainOptions(steps=1, depths=3), target, target_ids)
+    for name, own in begun.params.items():
+        was = learned.params[name].detach()
+        if name == "lm_head.weight":
+            assert torch.equal(own[0], fresh.params[name][0])
+            own, was = own[1:], was[1:]
+        assert own.dtype == torch.float32
+        assert torch.allclose(own, was, atol=float(was.abs().max()) / 100), name
+    options = msgspec.structs.replace(options, intermediate=16)
+    with pytest.raises(ConfigError, match=r"--start-from .*mlp.*\[16, 32\].*give the flags"):
+        new_student(options, target, target_ids)
 
 
 def test_states_from_disk_teach_what_fresh_ones_teach(target: LoadedModel, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -17,7 +18,7 @@ from specserve.training.heldout import steps_of
 from specserve.training.lessons import Document, batches, split
 from specserve.training.losses import LOSSES, blend_of, law_of, log_probs_at, loss_of, parts
 from specserve.training.prompts import MAKERS, generated_prompts
-from specserve.training.self_prompts import Said, self_prompts
+from specserve.training.self_prompts import ROLES, Said, self_prompts
 from specserve.training.vocabulary import coverage, known_flags, most_frequent, offsets
 from specserve.types import SamplingParams, SpecStats
 from specserve_observability.records import RowRecord, StepRecord
@@ -282,7 +283,7 @@ def a_chat_tokenizer(directory: Path) -> Tokenizer:
     return saved(words("?", "user", ":", "end"), directory, chat_template=template)
 
 
-def test_the_target_asks_itself_and_what_it_did_not_end_or_said_before_is_left_out(
+def test_the_target_asks_itself_in_every_role_and_unended_or_old_questions_are_left_out(
     tmp_path: Path,
 ) -> None:
     tokenizer = a_chat_tokenizer(tmp_path)
@@ -291,15 +292,26 @@ def test_the_target_asks_itself_and_what_it_did_not_end_or_said_before_is_left_o
     def ask(prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Said]:
         first = len(asked)
         asked.extend((tuple(ids), one) for ids, one in zip(prompts, params, strict=True))
-        kinds = ("a question ", "", "cut")
+        kinds = (("number {}", True), ("", True), ("One {}. Two. And thr", False))
         return [
-            Said(f"{kinds[at % 3]}{at // 6 if at % 3 == 0 else ''}", at % 3 != 2)
+            Said(kinds[(at + at // 18) % 3][0].format(at % 200), kinds[(at + at // 18) % 3][1])
             for at in range(first, len(asked))
         ]
 
-    found = self_prompts(tokenizer, ask, 40, seed=5)
-    assert found == [f"a question {number}" for number in range(40)]
-    assert {ids for ids, _ in asked} == {(1, 2)}  # where a person's words would follow
+    found = self_prompts(tokenizer, ask, 100, seed=5)
+    assert len(found) == len({text for _, text in found}) == 100
+    assert {category for category, _ in found} == {role.category for role in ROLES}
+    for category, text in found:
+        role = next(role for role in ROLES if role.category == category)
+        assert "thr" not in text
+        if role.is_text:  # a task around a text, whole or up to its last sentence
+            assert re.search(r"number \d+|One \d+\. Two\.", text)
+            assert text not in ("number 0", "One 0. Two.")
+        else:
+            assert re.fullmatch(r"number \d+", text)
+    assert asked[0][0] == (1, 2)  # where a person's words would follow
+    assert len({ids for ids, _ in asked}) == len({role.system for role in ROLES})
+    assert {params.max_tokens for _, params in asked} == {role.longest for role in ROLES}
     assert len({params.seed for _, params in asked}) == len(asked)
     assert self_prompts(tokenizer, ask, 1, seed=5)  # and again
 

@@ -53,8 +53,7 @@ def _prompts(namespace: argparse.Namespace) -> int:
     if namespace.model is None:
         made = generated_prompts(namespace.count, namespace.seed)
     else:
-        texts = _of_target(namespace.model, namespace.count, namespace.seed)
-        made = [("self", text) for text in texts]
+        made = _of_target(namespace.model, namespace.count, namespace.seed)
     lines = [
         json.dumps({"id": idx, "category": category, "prompt": text}, ensure_ascii=False)
         for idx, (category, text) in enumerate(made)
@@ -64,7 +63,7 @@ def _prompts(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _of_target(model: str, count: int, seed: int) -> list[str]:
+def _of_target(model: str, count: int, seed: int) -> list[tuple[str, str]]:
     from tqdm import tqdm
 
     from specserve.llm import LLM

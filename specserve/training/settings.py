@@ -34,6 +34,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "generated:6000"
     out: Annotated[str, _help("directory of the run; the draft itself is written there, too")] = ""
+    start_from: Annotated[
+        str, _help("eagle3: a draft of the same shape, or demo: it learns on instead of anew")
+    ] = ""
     tokens: Annotated[int, _help("tokens of the target's answers to learn from")] = 1_000_000
     steps: Annotated[int, _help("training steps; 0: as --minutes says")] = 0
     minutes: Annotated[float, _help("of training, generation not counted; 0: as --steps says")] = 0
@@ -119,6 +122,10 @@ def check(options: TrainOptions) -> None:
     if options.hidden % LM_HEAD_SIZE:
         raise ConfigError(
             f"--hidden is {options.hidden}, it must be a multiple of the head size {LM_HEAD_SIZE}"
+        )
+    if options.kind == "lm" and options.start_from:
+        raise ConfigError(
+            f"--start-from is {options.start_from!r}, it is for --kind eagle3: leave it out"
         )
     if options.kind == "lm" and options.export == "int8":
         raise ConfigError("--export int8 is for --kind eagle3: a draft model is read as bf16")
