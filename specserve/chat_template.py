@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any  # JSON values and Jinja's own types
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
@@ -219,9 +220,23 @@ def _render(template: str, variables: dict[str, Any]) -> str:
     return "".join(pieces)
 
 
+def takes_tools(template: str) -> bool:
+    """Whether a template reads the variable `tools`; one that cannot be parsed reads nothing."""
+    try:
+        tree = _environment().parse(template)
+    except jinja2.TemplateSyntaxError:
+        return False
+    return "tools" in jinja2.meta.find_undeclared_variables(tree)
+
+
 @lru_cache(maxsize=8)
 def _compile(template: str) -> jinja2.Template:
-    """With the conventions of Hugging Face templates. Raises jinja2.TemplateSyntaxError."""
+    """Raises jinja2.TemplateSyntaxError."""
+    return _environment().from_string(template)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """With the conventions of Hugging Face templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
@@ -229,7 +244,7 @@ def _compile(template: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["namespace"] = _PublicNamespace
-    return environment.from_string(template)
+    return environment
 
 
 class _GenerationBlock(Extension):

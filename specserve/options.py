@@ -99,6 +99,13 @@ class ServeOptions(EngineOptions, frozen=True, kw_only=True):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _help("least severe")] = (
         "info"
     )
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3_json"],
+        _help(
+            "how the model writes calls of tools; auto: as its chat template does; none: tools are "
+            "refused"
+        ),
+    ] = "auto"
     drain_seconds: Annotated[float, _help("how long SIGTERM waits for live streams")] = 30.0
     sse_keepalive_seconds: Annotated[
         float, _help("a comment on streams after this long without an event; 0: none")

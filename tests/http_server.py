@@ -19,9 +19,10 @@ from specserve.server.app import create_app, create_runner
 from specserve.server.state import ServerSettings
 from specserve.server.tracing import ServerTracer
 from specserve.speculation.speculator import Speculator
+from specserve.tokenizer import Tokenizer
 from tests.engines import ListRecorder
 from tests.raw_http import Reply, ask
-from tests.scripted import VOCAB_SIZE, Script, ScriptedModel, byte_tokenizer, guessers
+from tests.scripted import TEMPLATE, VOCAB_SIZE, Script, ScriptedModel, byte_tokenizer, guessers
 
 CONFIG = EngineConfig(
     block_size=4,
@@ -93,6 +94,7 @@ async def a_server(
     on_forward: Callable[[], None] = lambda: None,
     tracer: ServerTracer | None = None,
     send_buffer: int | None = None,
+    template: str = TEMPLATE,
     dies: bool = False,
 ) -> AsyncIterator[Server]:
     """Afterwards no request, no block and no asyncio task may be left.
@@ -102,7 +104,7 @@ async def a_server(
     """
     before = asyncio.all_tasks()
     recorder = ListRecorder()
-    engine = _an_engine(script, config, on_forward, recorder)
+    engine = _an_engine(script, config, on_forward, recorder, byte_tokenizer(template))
     app = create_app(
         engine, metrics_text=lambda: "specserve_up 1\n", tracer=tracer, settings=settings
     )
@@ -127,9 +129,12 @@ async def a_server(
 
 
 def _an_engine(
-    script: Script, config: EngineConfig, on_forward: Callable[[], None], recorder: ListRecorder
+    script: Script,
+    config: EngineConfig,
+    on_forward: Callable[[], None],
+    recorder: ListRecorder,
+    tokenizer: Tokenizer,
 ) -> Engine:
-    tokenizer = byte_tokenizer()
     drafters: dict[str, Drafter] = dict(guessers(script))
     return Engine(
         model_name="test",

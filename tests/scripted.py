@@ -33,11 +33,22 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+# As models that call functions have it: what was said of functions is told, a result has a turn.
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}<tools>{{ tool | tojson }}{% endfor %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}<|assistant|>{% else %}<|user|>{{ message.role }}>"
+    "{% endif %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
 Script = Callable[[Seq[int]], int]  # all tokens so far -> the next one
 
 
 @functools.cache
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer(template: str = TEMPLATE) -> Tokenizer:
     """Id b is byte b for b < 256, so every character of more than one byte is split."""
     alphabet = _byte_level_alphabet()
     vocab = {char: byte for byte, char in enumerate(alphabet)}
@@ -49,7 +60,7 @@ def byte_tokenizer() -> Tokenizer:
         backend,
         special_tokens={"bos_token": SPECIAL[0], "eos_token": SPECIAL[1]},
         eos_ids=[END],
-        chat_template=TEMPLATE,
+        chat_template=template,
         source="the scripted model",
     )
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 import openai
 import pytest
 from openai.types import Completion
+from openai.types.chat import ChatCompletionFunctionToolParam, ChatCompletionMessageParam
 
 from tests.http_server import CONFIG, Pace, Server, a_server
-from tests.scripted import BROKEN, by_first_letter, says
+from tests.scripted import BROKEN, TOOL_TEMPLATE, by_first_letter, says
+from tests.test_server_tools import ADD, ARGUMENTS, CALL, LARGE
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -179,3 +181,37 @@ async def test_a_full_queue_is_a_rate_limit_that_a_retry_gets_past() -> None:
         pace.allow(100)
         assert (await retried).choices[0].text == "hello"
         assert [reply.status for reply in await asyncio.gather(*first)] == [200, 200]
+
+
+async def test_a_function_is_called_and_its_result_is_taken_back() -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "say"}]
+    async with (
+        a_server(says(f"Well. {CALL}"), config=LARGE, template=TOOL_TEMPLATE) as server,
+        a_client(server) as client,
+    ):
+        tools = cast(list[ChatCompletionFunctionToolParam], [ADD])
+        whole = await client.chat.completions.create(
+            model="test", messages=messages, tools=tools, temperature=0
+        )
+        async with client.chat.completions.stream(
+            model="test", messages=messages, tools=tools, temperature=0
+        ) as stream:
+            async for _ in stream:
+                pass
+            streamed = (await stream.get_final_completion()).choices[0]
+        for choice in (whole.choices[0], streamed):
+            assert choice.finish_reason == "tool_calls"
+            assert choice.message.content == "Well. "
+            [call] = choice.message.tool_calls or []
+            assert call.type == "function"
+            assert (call.function.name, call.function.arguments) == ("add", ARGUMENTS)
+        said = cast(ChatCompletionMessageParam, whole.choices[0].message.to_dict())
+        result: ChatCompletionMessageParam = {
+            "role": "tool",
+            "tool_call_id": call.id,
+            "content": "3",
+        }
+        after = await client.chat.completions.create(
+            model="test", messages=[*messages, said, result], tools=tools, max_tokens=1
+        )
+        assert after.usage is not None

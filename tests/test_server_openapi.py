@@ -14,7 +14,8 @@ from specserve.server.openapi import OPERATIONS
 from specserve.server.state import ServerSettings
 from tests.http_server import CONFIG, Server, a_server
 from tests.raw_http import ask
-from tests.scripted import VOCAB_SIZE, says
+from tests.scripted import TOOL_TEMPLATE, VOCAB_SIZE, says
+from tests.test_server_tools import ADD, CALL, LARGE
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -88,7 +89,7 @@ def beyond(schema: dict[str, Any]) -> Iterator[tuple[bool, object]]:
         yield False, schema["minimum"] - step
         yield True, schema["maximum"]
         yield False, schema["maximum"] + step
-    if "maxItems" in schema:
+    if "maxItems" in schema and "items" in schema:
         yield True, [schema["items"].get("minimum", "x")] * schema["maxItems"]
         yield False, [schema["items"].get("minimum", "x")] * (schema["maxItems"] + 1)
     if "minItems" in schema:
@@ -166,7 +167,7 @@ async def test_what_is_refused_is_not_offered() -> None:
     async with a_server(says("hello")) as server:
         schemas = (await document(server))["components"]["schemas"]
         for path, name, base in BODIES:
-            for field in ("response_format", "tools", "echo", "suffix", "guided_json"):
+            for field in ("response_format", "functions", "echo", "suffix", "guided_json"):
                 asked = {"x": "y"} if field == "response_format" else "y"
                 reply = await server.post(path, {**base, field: asked, "max_tokens": 2})
                 refused = reply.status == 400 and reply.error["code"] == "unsupported_parameter"
@@ -230,7 +231,7 @@ async def test_replies_events_and_errors_are_as_described(
     if base is CHAT:
         logprobs = {"logprobs": True, "top_logprobs": 2}
     usage = {"include_usage": True}
-    async with a_server(says("hello")) as server:
+    async with a_server(says(f"hello {CALL}"), config=LARGE, template=TOOL_TEMPLATE) as server:
         said = await document(server)
         schemas = said["components"]["schemas"]
         responses = said["paths"][path]["post"]["responses"]
@@ -240,8 +241,9 @@ async def test_replies_events_and_errors_are_as_described(
         failure = responses["default"]["content"]["application/json"]["schema"]
         extras: list[dict[str, object]] = [{}, logprobs, {"return_token_ids": True}]
         extras.append({"speculation": {"detailed": True}})
+        extras.append({"tools": [ADD]} if base is CHAT else {})
         for more in extras:
-            body = {**base, "max_tokens": 9, "temperature": 0, **more}
+            body = {**base, "max_tokens": 99, "temperature": 0, **more}
             reply = (await server.post(path, body)).json()
             assert conforms(reply, whole, schemas), reply
             assert not conforms({**reply, "object": "thing"}, whole, schemas)

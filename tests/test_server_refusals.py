@@ -133,7 +133,7 @@ async def test_a_body_that_is_no_json_is_refused(raw: bytes, code: str) -> None:
         (CHAT, {"messages": [{"role": "user", "content": "a", "name": "b" * 9000}]}, "messages"),
         (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens"),
-        (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools[0]"),
         (CHAT, {"messages": USER, "add_special_tokens": True}, "add_special_tokens"),
         (CHAT, {"messages": USER, "continue_final_message": True}, "continue_final_message"),
         ("/tokenize", {}, "prompt"),

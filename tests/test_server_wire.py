@@ -95,8 +95,6 @@ UNSUPPORTED = {
     "response_format": {"type": "json_object"},
 }
 UNSUPPORTED_CHAT = {
-    "tools": [{"type": "function"}],
-    "tool_choice": "required",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
     "chat_template": "{{ 1 }}",
@@ -199,8 +197,8 @@ def test_each_kind_of_prompt_is_split() -> None:
         ([], "messages"),
         ([{"role": "foo", "content": "a"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
-        ([{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{}]}],
-         "messages[1].tool_calls"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "function_call": {"name": "f"}}],
+         "messages[1].function_call"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
          "messages[0].content[0]"),
     ],

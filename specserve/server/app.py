@@ -27,6 +27,7 @@ from specserve.server.backlog import Backlog
 from specserve.server.keys import Slots
 from specserve.server.middleware import ROUTE_NAMES, add_headers, around, expected
 from specserve.server.protocol import Runner
+from specserve.server.readers import ReplyFormat
 from specserve.server.state import STATE, Lifecycle, ServerSettings, ServerState
 from specserve.server.tracing import PassThroughTracer, ServerTracer
 
@@ -63,6 +64,7 @@ def create_app(
         lifecycle=Lifecycle(),
         slots=Slots(settings.max_concurrent_per_key),
         backlog=Backlog(settings.max_waiting_tokens),
+        reply_format=ReplyFormat.of(engine.tokenizer, settings.tool_call_parser),
     )
     app[ROUTE_NAMES] = {}
     for (method, path), handler in ROUTES.items():

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
 from specserve.server.answer import answer
 from specserve.server.body import read_body
-from specserve.server.job import Job, check_model, make_job
+from specserve.server.conversation import Conversation, converse
 from specserve.server.logprobs import chat_logprobs
-from specserve.server.params import (
-    chat_params,
-    check_parallel,
-    check_stream_options,
-    refuse_unsupported,
-)
-from specserve.server.prompts import encode_chat, encode_prediction
+from specserve.server.parts import CallArguments, CallStart, Part, Reader, Text, joined
 from specserve.server.replies import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    ChatFinishReason,
     ChatLogprobs,
     ChatMessage,
     Delta,
-    Usage,
+    FunctionCall,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+    finish_reason,
 )
-from specserve.server.state import CONTEXT, STATE, timed_child
+from specserve.server.state import STATE
 from specserve.server.tally import Tally
 from specserve.server.wire import ChatBody
 from specserve.tokenizer import Tokenizer
@@ -38,35 +39,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     state.check_serving()
     body = await read_body(request, ChatBody)
-    check_model(state.engine, body.model)
-    refuse_unsupported(body)
-    check_stream_options(body)
-    params = chat_params(body)
-    check_parallel(1, params.n)
-    request[CONTEXT].attributes["gen_ai.operation.name"] = "chat"
-    with timed_child(request, "tokenize"):
-        prompt_ids = await encode_chat(
-            state.engine,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            add_special_tokens=bool(body.add_special_tokens),
-        )
-        prediction_ids = await encode_prediction(state.engine, body.prediction)
     names = {"prompt": "messages"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    job = make_job(
-        request,
-        body,
-        [prompt_ids],
-        params,
-        prediction_ids=prediction_ids,
-        prefix="chatcmpl",
-        default_max_tokens=None,
-        param_names=names,
-    )
-    return await answer(request, job, ChatShape(job, state.engine.tokenizer))
+    chat = await converse(request, body, prefix="chatcmpl", param_names=names)
+    return await answer(request, chat.job, ChatShape(chat, state.engine.tokenizer))
 
 
 class ChatShape:
@@ -76,35 +53,41 @@ class ChatShape:
     would fake it; and some clients stop reading at finish_reason before they take its text.
     """
 
-    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
-        self._job = job
+    def __init__(self, chat: Conversation, tokenizer: Tokenizer) -> None:
+        self._job = chat.job
+        self._readers = chat.readers
         self._tokenizer = tokenizer
         self._started: set[int] = set()
 
     def events(self, idx: int, chunk: TokenChunk, tally: Tally) -> list[msgspec.Struct]:
         events: list[msgspec.Struct] = []
-        if idx not in self._started or self._says_something(chunk):
-            events.append(self._chunk(self._content(idx, chunk), tally, first=not self._started))
+        reader = self._readers[idx]
+        parts = reader.push(chunk.text)
+        if chunk.finish_reason is not None:
+            parts += reader.finish()
+        if idx not in self._started or parts or self._shows_tokens(chunk):
+            content = self._content(idx, chunk, parts)
+            events.append(self._chunk(content, tally, first=not self._started))
             self._started.add(idx)
         if chunk.finish_reason is not None:
             finish = ChatChunkChoice(
                 index=idx,
                 delta=Delta(),
-                finish_reason=chunk.finish_reason,
+                finish_reason=_finish_reason(chunk, reader),
                 stop_reason=chunk.stop_reason,
             )
             events.append(self._chunk(finish, tally, last=tally.complete))
         return events
 
-    def _says_something(self, chunk: TokenChunk) -> bool:
-        """A token may be only part of a character, or may begin a stop string."""
-        wants_tokens = self._job.return_token_ids or self._job.params.logprobs is not None
-        return bool(chunk.text) or (wants_tokens and bool(chunk.token_ids))
+    def _shows_tokens(self, chunk: TokenChunk) -> bool:
+        """Even one that is only part of a character, or may begin a stop string or a call."""
+        asked = self._job.return_token_ids or self._job.params.logprobs is not None
+        return asked and bool(chunk.token_ids)
 
-    def _content(self, idx: int, chunk: TokenChunk) -> ChatChunkChoice:
+    def _content(self, idx: int, chunk: TokenChunk, parts: Seq[Part]) -> ChatChunkChoice:
         return ChatChunkChoice(
             index=idx,
-            delta=Delta(role=UNSET if idx in self._started else "assistant", content=chunk.text),
+            delta=_delta(parts, first=idx not in self._started),
             logprobs=self._logprobs(chunk),
             token_ids=list(chunk.token_ids) if self._job.return_token_ids else UNSET,
         )
@@ -135,24 +118,23 @@ class ChatShape:
 
     def whole(self, chunks: list[TokenChunk], tally: Tally) -> msgspec.Struct:
         job = self._job
-        usage: Usage = tally.usage()
         return ChatCompletion(
             id=job.reply_id,
             created=job.created,
             model=job.model,
             choices=[self._choice(idx, chunk) for idx, chunk in enumerate(chunks)],
-            usage=usage,
+            usage=tally.usage(),
             metrics=tally.metrics(),
             prompt_token_ids=job.prompts[0] if job.return_token_ids else UNSET,
         )
 
     def _choice(self, idx: int, chunk: TokenChunk) -> ChatChoice:
-        assert chunk.finish_reason is not None
+        reader = self._readers[idx]
         return ChatChoice(
             index=idx,
-            message=ChatMessage(content=chunk.text),
+            message=_message([*reader.push(chunk.text), *reader.finish()]),
             logprobs=self._logprobs(chunk),
-            finish_reason=chunk.finish_reason,
+            finish_reason=_finish_reason(chunk, reader),
             stop_reason=chunk.stop_reason,
             token_ids=list(chunk.token_ids) if self._job.return_token_ids else UNSET,
         )
@@ -161,3 +143,52 @@ class ChatShape:
         if self._job.params.logprobs is None:
             return None
         return chat_logprobs(self._tokenizer, chunk.token_ids, chunk.logprobs)
+
+
+def _finish_reason(chunk: TokenChunk, reader: Reader) -> ChatFinishReason:
+    """tool_calls says that the calls are to be made: they are whole, and nothing cut the reply."""
+    reason = finish_reason(chunk)
+    return "tool_calls" if reason == "stop" and reader.calls else reason
+
+
+def _message(parts: Seq[Part]) -> ChatMessage:
+    reply = joined(parts)
+    calls = [
+        ToolCall(id=call.call_id, function=FunctionCall(call.name, call.arguments))
+        for call in reply.calls
+    ]
+    return ChatMessage(
+        content=None if calls and not reply.text else reply.text,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _delta(parts: Seq[Part], *, first: bool) -> Delta:
+    """All of one chunk's parts: pieces of one call are one entry."""
+    text = "".join(part.text for part in parts if isinstance(part, Text))
+    calls: dict[int, ToolCallDelta] = {}
+    for part in parts:
+        if isinstance(part, CallStart):
+            calls[part.call_idx] = ToolCallDelta(
+                index=part.call_idx,
+                id=part.call_id,
+                type="function",
+                function=FunctionDelta(name=part.name),
+            )
+        elif isinstance(part, CallArguments):
+            before = calls.get(part.call_idx)
+            calls[part.call_idx] = _with_arguments(before, part)
+    return Delta(
+        role="assistant" if first else UNSET,
+        content=text if text or first else UNSET,
+        tool_calls=[*calls.values()] or UNSET,
+    )
+
+
+def _with_arguments(before: ToolCallDelta | None, more: CallArguments) -> ToolCallDelta:
+    if before is None:
+        return ToolCallDelta(index=more.call_idx, function=FunctionDelta(arguments=more.text))
+    function = before.function
+    return msgspec.structs.replace(
+        before, function=FunctionDelta(function.name, function.arguments + more.text)
+    )

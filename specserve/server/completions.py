@@ -18,7 +18,12 @@ from specserve.server.params import (
     refuse_unsupported,
 )
 from specserve.server.prompts import encode_prediction, encode_prompts, split_prompts
-from specserve.server.replies import Completion, CompletionChoice, CompletionLogprobs
+from specserve.server.replies import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    finish_reason,
+)
 from specserve.server.state import CONTEXT, STATE, timed_child
 from specserve.server.tally import Tally
 from specserve.server.wire import CompletionBody
@@ -109,7 +114,7 @@ class CompletionShape:
             index=idx,
             text=chunk.text,
             logprobs=self._logprobs(idx, chunk),
-            finish_reason=chunk.finish_reason,
+            finish_reason=None if chunk.finish_reason is None else finish_reason(chunk),
             stop_reason=chunk.stop_reason,
             token_ids=list(chunk.token_ids) if with_ids else UNSET,
             prompt_token_ids=self._job.prompts[idx // self._job.params.n]

@@ -22,6 +22,7 @@ from specserve.server.keys import OPEN_ROUTES
 from specserve.server.middleware import REQUEST_ID_PATTERN
 from specserve.server.prompts import ROLES
 from specserve.server.state import STATE
+from specserve.server.tools import MAX_TOOLS, NAME_PATTERN
 
 Json = dict[str, "JsonValue"]
 JsonValue = str | int | float | bool | None | list["JsonValue"] | Json
@@ -231,6 +232,8 @@ def struct_ranges(limits: Limits) -> dict[str, dict[str, Json]]:
             "logprobs": _between(0, params.MAX_COMPLETION_LOGPROBS),  # a bool in chat
         },
         "MessageBody": {"role": {"enum": [*ROLES]}},
+        "FunctionBody": {"name": {"pattern": f"^{NAME_PATTERN}$"}},
+        "ToolBody": {"type": {"enum": ["function"]}},
         "SpeculationBody": {
             "drafter": {"enum": [*limits.drafters, None]},
             "max_draft_tokens": _between(0, limits.max_draft_tokens),
@@ -262,4 +265,5 @@ def body_ranges(limits: Limits, model_name: str) -> dict[str, Json]:
         "request_id": {"pattern": f"^{REQUEST_ID_PATTERN}$"},
         "tokens": {"items": {**token_id}},
         "messages": {"minItems": 1},
+        "tools": {"maxItems": MAX_TOOLS},
     }

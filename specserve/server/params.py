@@ -38,7 +38,6 @@ _UNSUPPORTED = (
 )
 _UNSUPPORTED_COMPLETION = ("suffix",)
 _UNSUPPORTED_CHAT = (
-    "tools",
     "functions",
     "function_call",
     "chat_template",
@@ -73,8 +72,6 @@ def refuse_unsupported(body: CompletionBody | ChatBody) -> None:
     if body.response_format not in (None, {"type": "text"}):
         raise _refuse("response_format")
     if isinstance(body, ChatBody):
-        if body.tool_choice not in (None, "none", "auto"):
-            raise _refuse("tool_choice")
         return
     n = 1 if body.n is None else body.n
     if body.best_of is not None and body.best_of != n:

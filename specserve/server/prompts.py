@@ -6,10 +6,12 @@ Text that cannot fit is refused before it is tokenized: a tokenizer's time grows
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any  # JSON that is passed on as it is
 
 from specserve.chat_template import render_chat
 from specserve.engine import Engine
 from specserve.errors import RequestError
+from specserve.server.tools import calls_for_template
 from specserve.server.wire import ContentPart, MessageBody, PredictionBody, Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -81,6 +83,7 @@ async def encode_chat(
     engine: Engine,
     messages: list[MessageBody] | None,
     *,
+    tools: list[dict[str, Any]],
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     add_special_tokens: bool,
@@ -88,6 +91,7 @@ async def encode_chat(
     """The prompt of a conversation through the model's chat template.
 
     Templates write their own special tokens, so add_special_tokens would double the first.
+    tools: as templates take them
     """
     if add_special_tokens:
         raise RequestError(
@@ -109,8 +113,8 @@ async def encode_chat(
             param="messages",
             code="context_length_exceeded",
         )
-    num_chars = sum(len(text) for message in plain for text in message.values())
-    check_text_size(num_chars, max_model_len, "messages")
+    check_text_size(_num_chars(plain), max_model_len, "messages")
+    check_text_size(_num_chars(tools), max_model_len, "tools")
     if continue_final_message and plain[-1]["role"] != "assistant":
         raise RequestError(
             "continue_final_message is true but the last message is not the assistant's",
@@ -122,6 +126,7 @@ async def encode_chat(
             render_chat(
                 engine.tokenizer,
                 plain,
+                tools=tools or None,
                 add_generation_prompt=add_generation_prompt is not False
                 and not continue_final_message,
                 continue_final_message=bool(continue_final_message),
@@ -131,36 +136,50 @@ async def encode_chat(
     return await engine.run_off_loop(render)
 
 
-def plain_messages(messages: list[MessageBody] | None) -> list[dict[str, str]]:
-    """Roles and text only, as templates take them. RequestError names messages[i].field."""
+def _num_chars(value: object) -> int:
+    """Of all texts in JSON data."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(key) + _num_chars(inner) for key, inner in value.items())
+    return sum(map(_num_chars, value)) if isinstance(value, list) else 0
+
+
+def plain_messages(messages: list[MessageBody] | None) -> list[dict[str, Any]]:
+    """Roles, text and calls, as templates take them. RequestError names messages[i].field."""
     if not messages:
         raise RequestError("messages is empty: it must have at least one message", param="messages")
     return [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _plain_message(message: MessageBody, where: str) -> dict[str, str]:
+def _plain_message(message: MessageBody, where: str) -> dict[str, Any]:
     if message.role not in ROLES:
         raise RequestError(
             f"{where}.role is {message.role[:64]!r}, it must be one of: {', '.join(ROLES)}",
             param=f"{where}.role",
         )
-    for name, value in (
-        ("tool_calls", message.tool_calls),
-        ("function_call", message.function_call),
-    ):
-        if value:
-            raise RequestError(
-                f"{where}.{name} is not supported yet by this server: leave it out",
-                param=f"{where}.{name}",
-                code="unsupported_parameter",
-            )
-    plain = {
+    if message.function_call:
+        raise RequestError(
+            f"{where}.function_call is not supported by this server: use tool_calls",
+            param=f"{where}.function_call",
+            code="unsupported_parameter",
+        )
+    if message.tool_calls and message.role != "assistant":
+        raise RequestError(
+            f"{where}.tool_calls is given, but only the assistant makes calls",
+            param=f"{where}.tool_calls",
+        )
+    plain: dict[str, Any] = {
         # Newer clients call it developer; templates know it as system.
         "role": "system" if message.role == "developer" else message.role,
         "content": _content_text(message, where),
     }
     if message.name is not None:
         plain["name"] = message.name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = calls_for_template(message.tool_calls)
     return plain
 
 

@@ -17,6 +17,7 @@ from specserve.server import errors
 from specserve.server.backlog import Backlog
 from specserve.server.cors import CorsPolicy
 from specserve.server.keys import KeyRing, Slots
+from specserve.server.readers import ReplyFormat
 from specserve.server.tracing import AttributeValue, ServerSpan, ServerTracer
 
 
@@ -35,6 +36,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrent_per_key: int | None = None  # requests under way
     cors: CorsPolicy = CorsPolicy()
     tls: ssl.SSLContext | None = None  # None: plain HTTP
+    tool_call_parser: str = "auto"  # as ReplyFormat.of takes it
 
 
 class Lifecycle:
@@ -86,6 +88,7 @@ class ServerState:
     lifecycle: Lifecycle
     slots: Slots
     backlog: Backlog
+    reply_format: ReplyFormat
 
     def check_serving(self) -> None:
         """RequestError 503 unless new work can be taken."""

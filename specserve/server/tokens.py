@@ -24,6 +24,7 @@ async def tokenize(request: web.Request) -> web.Response:
         token_ids = await encode_chat(
             engine,
             body.messages,
+            tools=[],
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=bool(body.add_special_tokens),

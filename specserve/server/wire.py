@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar  # Any: JSON that is passed on as it is
 
 import msgspec
 
@@ -102,11 +102,46 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     suffix: object = None
 
 
+class FunctionBody(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+    function: FunctionBody | None = None
+
+
+class FunctionName(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+
+
+class ToolChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+    function: FunctionName | None = None
+
+
+class FunctionCallBody(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    arguments: str | None = None
+
+
+class ToolCallBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that the assistant made earlier."""
+
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCallBody
+
+
 class MessageBody(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: object = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
     function_call: object = None
 
 
@@ -118,8 +153,10 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    tools: object = None
-    tool_choice: object = None
+    tools: list[ToolBody] | None = None
+    tool_choice: str | ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+
     functions: object = None
     function_call: object = None
     chat_template: object = None

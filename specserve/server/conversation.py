@@ -1,0 +1,75 @@
+"""From a chat, however an endpoint spells it, to a job and to readers of its replies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from aiohttp import web
+
+from specserve.engine import Engine
+from specserve.errors import RequestError
+from specserve.server.job import Job, check_model, make_job
+from specserve.server.params import (
+    chat_params,
+    check_parallel,
+    check_stream_options,
+    refuse_unsupported,
+)
+from specserve.server.parts import Reader
+from specserve.server.prompts import encode_chat, encode_prediction
+from specserve.server.state import CONTEXT, STATE, timed_child
+from specserve.server.tools import ToolUse, tool_use
+from specserve.server.wire import ChatBody
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """readers: one for each of the job's requests"""
+
+    job: Job
+    readers: list[Reader]
+
+
+async def converse(
+    request: web.Request, body: ChatBody, *, prefix: str, param_names: Mapping[str, str]
+) -> Conversation:
+    """prefix: of the reply's id. param_names: what this endpoint calls a chat's own fields."""
+    state = request.app[STATE]
+    check_model(state.engine, body.model)
+    refuse_unsupported(body)
+    check_stream_options(body)
+    params = chat_params(body)
+    check_parallel(1, params.n)
+    tools = tool_use(body)
+    state.reply_format.check(tools)
+    request[CONTEXT].attributes["gen_ai.operation.name"] = "chat"
+    with timed_child(request, "tokenize"):
+        prompt_ids = await _encode(state.engine, body, tools)
+        prediction_ids = await encode_prediction(state.engine, body.prediction)
+    job = make_job(
+        request,
+        body,
+        [prompt_ids],
+        state.reply_format.readable(params, tools),
+        prediction_ids=prediction_ids,
+        prefix=prefix,
+        default_max_tokens=None,
+        param_names=param_names,
+    )
+    return Conversation(job, [state.reply_format.reader(tools) for _ in job.requests])
+
+
+async def _encode(engine: Engine, body: ChatBody, tools: ToolUse) -> list[int]:
+    try:
+        return await encode_chat(
+            engine,
+            body.messages,
+            tools=tools.for_template,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+    except RecursionError:
+        raise RequestError(
+            "the tools, or the arguments of an earlier call, are nested too deeply", param="tools"
+        ) from None
