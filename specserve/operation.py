@@ -45,6 +45,7 @@ def settings_of(options: ServeOptions, environment: Mapping[str, str]) -> Server
         cors=CorsPolicy() if origins is None else CorsPolicy.parse(origins),
         tls=tls_context(options.ssl_certfile, options.ssl_keyfile),
         tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
     )
 
 

@@ -106,6 +106,13 @@ class ServeOptions(EngineOptions, frozen=True, kw_only=True):
             "refused"
         ),
     ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "qwen3", "deepseek_r1"],
+        _help(
+            "how replies reason: qwen3: between <think> marks, if any; deepseek_r1: always first; "
+            "none: all is text; auto: qwen3 if the chat template knows the marks"
+        ),
+    ] = "auto"
     drain_seconds: Annotated[float, _help("how long SIGTERM waits for live streams")] = 30.0
     sse_keepalive_seconds: Annotated[
         float, _help("a comment on streams after this long without an event; 0: none")

@@ -48,14 +48,16 @@ Script = Callable[[Seq[int]], int]  # all tokens so far -> the next one
 
 
 @functools.cache
-def byte_tokenizer(template: str = TEMPLATE) -> Tokenizer:
+def byte_tokenizer(template: str = TEMPLATE, *more_special: str) -> Tokenizer:
     """Id b is byte b for b < 256, so every character of more than one byte is split."""
     alphabet = _byte_level_alphabet()
     vocab = {char: byte for byte, char in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True) for token in (*SPECIAL, *more_special)]
+    )
     return Tokenizer(
         backend,
         special_tokens={"bos_token": SPECIAL[0], "eos_token": SPECIAL[1]},

@@ -241,7 +241,7 @@ async def test_a_model_that_cannot_be_told_of_tools_or_be_understood_refuses_the
 def test_how_a_model_writes_calls_is_read_off_its_template(
     template: str, opens: str | None
 ) -> None:
-    layout = ReplyFormat.of(byte_tokenizer(template), "auto")
+    layout = ReplyFormat.of(byte_tokenizer(template), "auto", "auto")
     assert (layout.calls.opens if layout.calls else None) == opens
     assert layout.takes_tools == (template != "{% if tools %}")
-    assert ReplyFormat.of(byte_tokenizer(template), "hermes").calls is not None
+    assert ReplyFormat.of(byte_tokenizer(template), "hermes", "none").calls is not None

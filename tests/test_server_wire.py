@@ -98,7 +98,6 @@ UNSUPPORTED_CHAT = {
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
     "chat_template": "{{ 1 }}",
-    "chat_template_kwargs": {"enable_thinking": True},
     "documents": [{"text": "a"}],
     "audio": {"voice": "a"},
     "response_format": {"type": "json_schema", "json_schema": {}},

@@ -64,7 +64,9 @@ def create_app(
         lifecycle=Lifecycle(),
         slots=Slots(settings.max_concurrent_per_key),
         backlog=Backlog(settings.max_waiting_tokens),
-        reply_format=ReplyFormat.of(engine.tokenizer, settings.tool_call_parser),
+        reply_format=ReplyFormat.of(
+            engine.tokenizer, settings.tool_call_parser, settings.reasoning_parser
+        ),
     )
     app[ROUTE_NAMES] = {}
     for (method, path), handler in ROUTES.items():

@@ -12,7 +12,7 @@ from specserve.server.answer import answer
 from specserve.server.body import read_body
 from specserve.server.conversation import Conversation, converse
 from specserve.server.logprobs import chat_logprobs
-from specserve.server.parts import CallArguments, CallStart, Part, Reader, Text, joined
+from specserve.server.parts import CallArguments, CallStart, Part, Reader, Reasoning, Text, joined
 from specserve.server.replies import (
     ChatChoice,
     ChatChunk,
@@ -158,7 +158,8 @@ def _message(parts: Seq[Part]) -> ChatMessage:
         for call in reply.calls
     ]
     return ChatMessage(
-        content=None if calls and not reply.text else reply.text,
+        content=reply.text or (None if calls or reply.reasoning else ""),
+        reasoning_content=reply.reasoning or UNSET,
         tool_calls=calls or UNSET,
     )
 
@@ -166,6 +167,7 @@ def _message(parts: Seq[Part]) -> ChatMessage:
 def _delta(parts: Seq[Part], *, first: bool) -> Delta:
     """All of one chunk's parts: pieces of one call are one entry."""
     text = "".join(part.text for part in parts if isinstance(part, Text))
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
     calls: dict[int, ToolCallDelta] = {}
     for part in parts:
         if isinstance(part, CallStart):
@@ -180,6 +182,7 @@ def _delta(parts: Seq[Part], *, first: bool) -> Delta:
             calls[part.call_idx] = _with_arguments(before, part)
     return Delta(
         role="assistant" if first else UNSET,
+        reasoning_content=reasoning or UNSET,
         content=text if text or first else UNSET,
         tool_calls=[*calls.values()] or UNSET,
     )

@@ -17,7 +17,8 @@ from specserve.server.params import (
     refuse_unsupported,
 )
 from specserve.server.parts import Reader
-from specserve.server.prompts import encode_chat, encode_prediction
+from specserve.server.prompts import encode_chat, encode_prediction, text_of
+from specserve.server.readers import reasoning_opened
 from specserve.server.state import CONTEXT, STATE, timed_child
 from specserve.server.tools import ToolUse, tool_use
 from specserve.server.wire import ChatBody
@@ -56,7 +57,16 @@ async def converse(
         default_max_tokens=None,
         param_names=param_names,
     )
-    return Conversation(job, [state.reply_format.reader(tools) for _ in job.requests])
+    opened = reasoning_opened(state.engine.tokenizer, prompt_ids, _continued_text(body))
+    readers = [state.reply_format.reader(tools, reasoning_opened=opened) for _ in job.requests]
+    return Conversation(job, readers)
+
+
+def _continued_text(body: ChatBody) -> str:
+    """What the reply goes on with; "" where it begins anew."""
+    if not body.continue_final_message or not body.messages:
+        return ""
+    return text_of(body.messages[-1].content or "", "messages")
 
 
 async def _encode(engine: Engine, body: ChatBody, tools: ToolUse) -> list[int]:
@@ -65,6 +75,7 @@ async def _encode(engine: Engine, body: ChatBody, tools: ToolUse) -> list[int]:
             engine,
             body.messages,
             tools=tools.for_template,
+            template_kwargs=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=bool(body.add_special_tokens),

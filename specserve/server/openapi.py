@@ -20,7 +20,7 @@ from specserve.server import params, replies, wire
 from specserve.server.errors import ErrorDetail, ErrorReply
 from specserve.server.keys import OPEN_ROUTES
 from specserve.server.middleware import REQUEST_ID_PATTERN
-from specserve.server.prompts import ROLES
+from specserve.server.prompts import ROLES, TEMPLATE_SWITCHES
 from specserve.server.state import STATE
 from specserve.server.tools import MAX_TOOLS, NAME_PATTERN
 
@@ -266,4 +266,8 @@ def body_ranges(limits: Limits, model_name: str) -> dict[str, Json]:
         "tokens": {"items": {**token_id}},
         "messages": {"minItems": 1},
         "tools": {"maxItems": MAX_TOOLS},
+        "chat_template_kwargs": {
+            "propertyNames": {"enum": [*TEMPLATE_SWITCHES]},
+            "additionalProperties": {"type": ["boolean", "null"]},
+        },
     }

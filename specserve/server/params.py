@@ -41,7 +41,6 @@ _UNSUPPORTED_CHAT = (
     "functions",
     "function_call",
     "chat_template",
-    "chat_template_kwargs",
     "documents",
     "audio",
 )

@@ -17,6 +17,10 @@ class Text(msgspec.Struct, frozen=True):
     text: str
 
 
+class Reasoning(msgspec.Struct, frozen=True):
+    text: str
+
+
 class CallStart(msgspec.Struct, frozen=True):
     """call_idx: 0, 1, … in the order of the reply; call_id: no other call has it"""
 
@@ -32,7 +36,7 @@ class CallArguments(msgspec.Struct, frozen=True):
     text: str
 
 
-Part = Text | CallStart | CallArguments
+Part = Text | Reasoning | CallStart | CallArguments
 
 
 class Reader(Protocol):
@@ -71,6 +75,7 @@ class Call(msgspec.Struct, frozen=True):
 class Joined(msgspec.Struct, frozen=True):
     """A whole reply: the same parts, joined."""
 
+    reasoning: str
     text: str
     calls: list[Call]
 
@@ -82,6 +87,7 @@ def joined(parts: Seq[Part]) -> Joined:
         if isinstance(part, CallArguments):
             arguments[part.call_idx] += part.text
     return Joined(
+        reasoning="".join(part.text for part in parts if isinstance(part, Reasoning)),
         text="".join(part.text for part in parts if isinstance(part, Text)),
         calls=[Call(start.call_id, start.name, arguments[start.call_idx]) for start in starts],
     )

@@ -15,6 +15,8 @@ from specserve.server.tools import calls_for_template
 from specserve.server.wire import ContentPart, MessageBody, PredictionBody, Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Whether to reason, as Qwen's and DeepSeek's templates ask.
+TEMPLATE_SWITCHES = ("enable_thinking", "thinking")
 # Long tokens are rare: text with more characters per token of context than this cannot fit.
 MAX_CHARS_PER_TOKEN = 16
 
@@ -84,6 +86,7 @@ async def encode_chat(
     messages: list[MessageBody] | None,
     *,
     tools: list[dict[str, Any]],
+    template_kwargs: dict[str, Any] | None,
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     add_special_tokens: bool,
@@ -91,7 +94,7 @@ async def encode_chat(
     """The prompt of a conversation through the model's chat template.
 
     Templates write their own special tokens, so add_special_tokens would double the first.
-    tools: as templates take them
+    tools: as templates take them. template_kwargs: further variables, of TEMPLATE_SWITCHES
     """
     if add_special_tokens:
         raise RequestError(
@@ -127,6 +130,7 @@ async def encode_chat(
                 engine.tokenizer,
                 plain,
                 tools=tools or None,
+                template_kwargs=_switches(template_kwargs),
                 add_generation_prompt=add_generation_prompt is not False
                 and not continue_final_message,
                 continue_final_message=bool(continue_final_message),
@@ -134,6 +138,21 @@ async def encode_chat(
         )
 
     return await engine.run_off_loop(render)
+
+
+def _switches(asked: dict[str, Any] | None) -> dict[str, bool]:
+    """No other variables: what a template does with its own is unknown."""
+    switches: dict[str, bool] = {}
+    for name, value in (asked or {}).items():
+        if name not in TEMPLATE_SWITCHES or not isinstance(value, bool | None):
+            raise RequestError(
+                f"chat_template_kwargs sets {name[:64]!r}, this server takes only true or false "
+                f"for: {', '.join(TEMPLATE_SWITCHES)}",
+                param="chat_template_kwargs",
+            )
+        if value is not None:
+            switches[name] = value
+    return switches
 
 
 def _num_chars(value: object) -> int:
@@ -176,6 +195,8 @@ def _plain_message(message: MessageBody, where: str) -> dict[str, Any]:
     }
     if message.name is not None:
         plain["name"] = message.name
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        plain["reasoning_content"] = reasoning
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
@@ -190,10 +211,10 @@ def _content_text(message: MessageBody, where: str) -> str:
                 f"{where}.content is missing: it must be a text", param=f"{where}.content"
             )
         return ""
-    return _text_of(message.content, f"{where}.content")
+    return text_of(message.content, f"{where}.content")
 
 
-def _text_of(content: str | list[ContentPart], where: str) -> str:
+def text_of(content: str | list[ContentPart], where: str) -> str:
     if isinstance(content, str):
         return content
     for i, part in enumerate(content):
@@ -211,7 +232,7 @@ async def encode_prediction(engine: Engine, prediction: PredictionBody | None) -
     """Token ids of the output that the client expects; empty if it expects nothing."""
     if prediction is None or not prediction.content:
         return []
-    text = _text_of(prediction.content, "prediction.content")
+    text = text_of(prediction.content, "prediction.content")
     check_text_size(len(text), engine.limits.max_model_len, "prediction.content")
 
     def encode() -> list[int]:

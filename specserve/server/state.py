@@ -37,6 +37,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cors: CorsPolicy = CorsPolicy()
     tls: ssl.SSLContext | None = None  # None: plain HTTP
     tool_call_parser: str = "auto"  # as ReplyFormat.of takes it
+    reasoning_parser: str = "auto"  # likewise
 
 
 class Lifecycle:

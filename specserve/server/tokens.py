@@ -25,6 +25,7 @@ async def tokenize(request: web.Request) -> web.Response:
             engine,
             body.messages,
             tools=[],
+            template_kwargs=None,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=bool(body.add_special_tokens),

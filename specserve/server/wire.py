@@ -140,6 +140,8 @@ class MessageBody(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, as some clients call it
     tool_calls: list[ToolCallBody] | None = None
     tool_call_id: str | None = None
     function_call: object = None
@@ -152,6 +154,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     tools: list[ToolBody] | None = None
     tool_choice: str | ToolChoiceBody | None = None
@@ -160,7 +163,6 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     functions: object = None
     function_call: object = None
     chat_template: object = None
-    chat_template_kwargs: object = None
     documents: object = None
     audio: object = None
 

@@ -1,0 +1,75 @@
+"""The reasoning that a reply begins with, told from what follows it, while it arrives."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from specserve.output import longest_stop_prefix
+from specserve.server.parts import Part, Reader, Reasoning
+
+OPENS = "<think>"
+CLOSES = "</think>"
+
+Place = Literal["start", "inside", "behind"]
+
+
+class ThinkReader:
+    """Reasoning stands at the beginning or nowhere; what comes behind it is another reader's.
+
+    Marks are left out and all else stays, white space too. Calls in reasoning are not made.
+    """
+
+    def __init__(self, then: Reader, *, opened: bool) -> None:
+        """opened: the prompt ends with the opening mark, which a model may repeat"""
+        self._then = then
+        self._opened = opened
+        self._place: Place = "start"
+        self._held = ""  # not known yet what it is
+
+    @property
+    def calls(self) -> bool:
+        return self._then.calls
+
+    def push(self, text: str) -> list[Part]:
+        if self._place == "behind":
+            return self._then.push(text)
+        self._held += text
+        if self._place == "start":
+            self._place = self._beginning()
+        return self._read()
+
+    def finish(self) -> list[Part]:
+        if self._place == "start":
+            self._place = "inside" if self._opened else "behind"
+        parts = self._read()
+        if self._place == "inside":
+            parts += self._reasoning(len(self._held))
+        return parts + self._then.finish()
+
+    def _beginning(self) -> Place:
+        rest = self._held.lstrip()
+        if rest.startswith(OPENS):
+            self._held = rest[len(OPENS) :]
+            return "inside"
+        if OPENS.startswith(rest):
+            return "start"
+        return "inside" if self._opened else "behind"
+
+    def _read(self) -> list[Part]:
+        parts: list[Part] = []
+        if self._place == "inside":
+            at = self._held.find(CLOSES)
+            if at < 0:
+                at = len(self._held) - longest_stop_prefix(self._held, (CLOSES,))
+                return self._reasoning(at)
+            parts += self._reasoning(at)
+            self._held = self._held[len(CLOSES) :]
+            self._place = "behind"
+        if self._place == "behind":
+            text, self._held = self._held, ""
+            parts += self._then.push(text) if text else []
+        return parts
+
+    def _reasoning(self, length: int) -> list[Part]:
+        text, self._held = self._held[:length], self._held[length:]
+        return [Reasoning(text)] if text else []
