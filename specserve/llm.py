@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import threading
 import uuid
+import weakref
 from collections.abc import Coroutine
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -88,6 +89,9 @@ class LLM:
             target=self._loop.run_forever, name="specserve-llm", daemon=True
         )
         self._thread.start()
+        # Of a script that ends without shutdown(): later the loop's thread would not run any more,
+        # and whoever waits for it would wait for ever.
+        self._at_exit = weakref.finalize(self, _leave, self._loop, self._thread)
         self._run(self._engine.start())
 
     @property
@@ -127,12 +131,10 @@ class LLM:
 
     def shutdown(self) -> None:
         """Stop the engine and its threads; calling twice is fine."""
-        if self._loop.is_closed():
+        if self._at_exit.detach() is None:
             return
         self._run(self._engine.stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        _end_loop(self._loop, self._thread)
 
     def __enter__(self) -> LLM:
         return self
@@ -215,6 +217,25 @@ class LLM:
         async with asyncio.TaskGroup() as group:  # the first failure stops the rest
             tasks = [group.create_task(one(request)) for request in requests]
         return {task.result().request_id: task.result() for task in tasks}
+
+
+def _leave(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """End all tasks where no thread can be started any more, so without the engine's own stop."""
+
+    async def cancel_all() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    asyncio.run_coroutine_threadsafe(cancel_all(), loop).result()
+    _end_loop(loop, thread)
+
+
+def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

@@ -33,6 +33,20 @@ def test_three_prompts_are_answered_in_order(llm: LLM) -> None:
         assert output.finish_reason in ("length", "stop")
 
 
+def test_a_script_that_never_shuts_down_ends() -> None:
+    script = """
+from specserve import LLM, SamplingParams
+llm = LLM("demo", kv_cache_gb=0.2, drafters="suffix")
+print(len(llm.generate("Hello", SamplingParams(max_tokens=2))[0].outputs[0].token_ids))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "2\n")
+    assert "Error" not in done.stderr
+    assert "destroyed" not in done.stderr
+
+
 def test_greedy_text_is_sensible_and_the_same_alone_and_beside_others(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=12)
     [alone] = llm.generate("The capital of France is", params)
