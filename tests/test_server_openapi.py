@@ -15,12 +15,15 @@ from specserve.server.state import ServerSettings
 from tests.http_server import CONFIG, Server, a_server
 from tests.raw_http import ask
 from tests.scripted import TOOL_TEMPLATE, VOCAB_SIZE, says
+from tests.test_server_reasoning import THINK_TEMPLATE
+from tests.test_server_responses import REPLY, TOOL, named_events
 from tests.test_server_tools import ADD, CALL, LARGE
 
 pytestmark = pytest.mark.timeout(60)
 
 CHAT: dict[str, object] = {"messages": [{"role": "user", "content": "say"}]}
 PROMPT: dict[str, object] = {"prompt": "say:"}
+OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 BODIES = [
     ("/v1/completions", "CompletionBody", PROMPT),
     ("/v1/chat/completions", "ChatBody", CHAT),
@@ -123,7 +126,9 @@ def beyond(schema: dict[str, Any]) -> Iterator[tuple[bool, object]]:
         yield False, "x" * 129
 
 
-@pytest.mark.parametrize(("path", "name", "base"), BODIES)
+@pytest.mark.parametrize(
+    ("path", "name", "base"), [*BODIES, ("/v1/responses", "ResponsesBody", {"input": "say"})]
+)
 async def test_each_limit_is_the_servers_own_on_either_side(
     path: str, name: str, base: dict[str, object]
 ) -> None:
@@ -136,8 +141,9 @@ async def test_each_limit_is_the_servers_own_on_either_side(
         for field, schema in properties.items():
             for allowed, value in beyond(schema):
                 tried.add(field)
-                body = body_with({**base, "max_tokens": 2, "temperature": 0}, field, value)
-                if field in ("max_tokens", "max_completion_tokens", "min_tokens") and allowed:
+                short = "max_output_tokens" if "input" in base else "max_tokens"
+                body = body_with({**base, short: 2, "temperature": 0}, field, value)
+                if field in OUTPUT_LIMITS and allowed:
                     continue  # as large as the context: nothing is left for a prompt
                 reply = await server.post(path, body)
                 where = (field, value if len(str(value)) < 99 else len(str(value)))
@@ -146,9 +152,10 @@ async def test_each_limit_is_the_servers_own_on_either_side(
                 else:
                     assert reply.status in (400, 404), where
                     assert reply.error["param"].startswith(field), (where, reply.body)
-    assert tried >= {"n", "temperature", "top_p", "top_k", "min_p", "seed", "priority", "stop"}
+    assert tried >= {"temperature", "top_p", "top_k", "min_p", "seed", "priority"}
     assert tried >= {"presence_penalty", "repetition_penalty", "logit_bias", "cache_salt", "model"}
-    assert tried >= {"max_tokens", "min_tokens", "stop_token_ids", "request_id"}
+    assert tried >= {"min_tokens", "stop_token_ids", "request_id"}
+    assert path == "/v1/responses" or tried >= {"n", "stop", "max_tokens"}
     assert tried >= {"speculation.drafter", "speculation.max_draft_tokens"}
     assert tried >= {"speculation.draft_width"}
 
@@ -187,6 +194,8 @@ def _within(value: object, schema: dict[str, Any]) -> bool:
 
 def conforms(value: object, schema: dict[str, Any], schemas: dict[str, Any]) -> bool:
     """As much of JSON Schema as the replies' schemas use."""
+    if not schema:
+        return True
     if "$ref" in schema:
         return conforms(value, schemas[schema["$ref"].rsplit("/", 1)[1]], schemas)
     if "anyOf" in schema:
@@ -202,12 +211,14 @@ def conforms(value: object, schema: dict[str, Any], schemas: dict[str, Any]) -> 
             known = schema.get("properties", {})
             rest = schema.get("additionalProperties", False)
             return set(schema.get("required", ())) <= set(value) and all(
-                conforms(inner, known.get(key, rest), schemas) if known.get(key, rest) else False
+                conforms(inner, known.get(key, rest), schemas)
+                if known.get(key, rest) is not False
+                else False
                 for key, inner in value.items()
             )
         case "array":
             return isinstance(value, list) and all(
-                conforms(inner, schema["items"], schemas) for inner in value
+                conforms(inner, schema.get("items", {}), schemas) for inner in value
             )
         case "string":
             return isinstance(value, str)
@@ -254,6 +265,24 @@ async def test_replies_events_and_errors_are_as_described(
                 assert conforms(one, event, schemas), one
         bad = (await server.post(path, {**base, "n": 0})).json()
         assert conforms(bad, failure, schemas)
+
+
+async def test_responses_and_their_events_are_as_described() -> None:
+    async with a_server(says(REPLY), config=LARGE, template=THINK_TEMPLATE) as server:
+        said = await document(server)
+        schemas = said["components"]["schemas"]
+        content = said["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
+        event = content["text/event-stream"]["schema"]["properties"]
+        seen = set()
+        for extra in ({"max_output_tokens": 12}, {"tools": [TOOL], "max_output_tokens": None}):
+            body = {"input": "say", "temperature": 0, **extra}
+            whole = (await server.post("/v1/responses", body)).json()
+            assert conforms(whole, content["application/json"]["schema"], schemas), whole
+            for one in named_events(await server.post("/v1/responses", {**body, "stream": True})):
+                assert one["type"] in event["event"]["enum"]
+                assert conforms(one, event["data"]["contentSchema"], schemas), one
+                seen.add(one["type"])
+    assert set(event["event"]["enum"]) - seen == {"response.failed"}
 
 
 async def test_the_servers_own_answers_are_as_described() -> None:

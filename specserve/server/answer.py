@@ -11,7 +11,7 @@ from specserve.errors import RequestError
 from specserve.server import errors
 from specserve.server.job import Job
 from specserve.server.source import ChunkSource
-from specserve.server.sse import EventStream
+from specserve.server.sse import EventStream, Framing
 from specserve.server.state import CONTEXT, STATE, ServerState
 from specserve.server.tally import Tally
 from specserve.stream import merge
@@ -25,12 +25,23 @@ _log = get_logger("specserve.server")
 class Shape(Protocol):
     """How one endpoint spells its replies. Holds what it needs between chunks of one reply."""
 
+    @property
+    def framing(self) -> Framing: ...
+
+    def opening(self) -> list[msgspec.Struct]:
+        """Stream events before anything has arrived."""
+        ...
+
     def events(self, idx: int, chunk: TokenChunk, tally: Tally) -> list[msgspec.Struct]:
         """Stream events for one chunk of choice idx; the tally counts it already."""
         ...
 
-    def usage_event(self, tally: Tally) -> msgspec.Struct:
-        """The event with choices [] that stream_options.include_usage asks for."""
+    def closing(self, tally: Tally) -> list[msgspec.Struct]:
+        """Stream events after the last chunk of the last choice."""
+        ...
+
+    def failure(self, error: RequestError) -> msgspec.Struct:
+        """The stream's last event, where it ends before its reply does."""
         ...
 
     def whole(self, chunks: list[TokenChunk], tally: Tally) -> msgspec.Struct:
@@ -66,25 +77,25 @@ async def _whole(request: web.Request, job: Job, shape: Shape, tally: Tally) -> 
 
 async def _stream(request: web.Request, job: Job, shape: Shape, tally: Tally) -> web.StreamResponse:
     state = request.app[STATE]
-    events = EventStream(request)
+    events = EventStream(request, shape.framing)
     try:
         async with state.lifecycle.replying(), _source(state, job) as source:
             await events.open()
+            await events.send(shape.opening())
             await _forward(source, events, shape, tally, state.settings.keep_alive_seconds)
-            if job.include_usage:
-                await events.send([shape.usage_event(tally)])
+            await events.send(shape.closing(tally))
             await events.done()
     except RequestError as error:
         if not events.is_open:
             raise
-        await _fail(request, events, errors.public_error(error))
+        await _fail(request, events, shape, errors.public_error(error))
     except ConnectionError:
         raise
     except Exception:
         if not events.is_open:
             raise
         _log.exception("stream_failed", request_id=request[CONTEXT].request_id)
-        await _fail(request, events, errors.internal_error())
+        await _fail(request, events, shape, errors.internal_error())
     return events.response
 
 
@@ -102,9 +113,11 @@ async def _forward(
         await events.send(ready)
 
 
-async def _fail(request: web.Request, events: EventStream, error: RequestError) -> None:
+async def _fail(
+    request: web.Request, events: EventStream, shape: Shape, error: RequestError
+) -> None:
     request[CONTEXT].failed_status = error.status
-    await events.fail(error)
+    await events.fail(shape.failure(error))
 
 
 def json_response(reply: msgspec.Struct) -> web.Response:

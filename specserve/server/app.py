@@ -22,7 +22,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from specserve.engine import Engine
-from specserve.server import chat, completions, openapi, operations, tokens
+from specserve.server import chat, completions, openapi, operations, responses, tokens
 from specserve.server.backlog import Backlog
 from specserve.server.keys import Slots
 from specserve.server.middleware import ROUTE_NAMES, add_headers, around, expected
@@ -34,6 +34,7 @@ from specserve.server.tracing import PassThroughTracer, ServerTracer
 ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/v1/completions"): completions.completions,
     ("POST", "/v1/chat/completions"): chat.chat_completions,
+    ("POST", "/v1/responses"): responses.responses,
     ("GET", "/v1/models"): operations.list_models,
     ("GET", "/v1/models/{id}"): operations.get_model,
     ("POST", "/tokenize"): tokens.tokenize,

@@ -50,6 +50,8 @@ CALL_FORMATS: dict[str, CallFormat] = {
 class CallReader:
     """names: of the functions that may be called; max_calls: further ones are left out"""
 
+    reasoning_bytes = 0
+
     def __init__(
         self, layout: CallFormat, names: Collection[str], max_calls: int | None = None
     ) -> None:

@@ -10,6 +10,7 @@ from msgspec import UNSET
 
 from specserve.server.answer import answer
 from specserve.server.body import read_body
+from specserve.server.choices import ChoiceShape
 from specserve.server.conversation import Conversation, converse
 from specserve.server.logprobs import chat_logprobs
 from specserve.server.parts import CallArguments, CallStart, Part, Reader, Reasoning, Text, joined
@@ -42,11 +43,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     names = {"prompt": "messages"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    chat = await converse(request, body, prefix="chatcmpl", param_names=names)
+    chat = await converse(request, body, prefix="chatcmpl-", param_names=names)
     return await answer(request, chat.job, ChatShape(chat, state.engine.tokenizer))
 
 
-class ChatShape:
+class ChatShape(ChoiceShape):
     """The role leaves with the first token, the finish chunk carries no text.
 
     Load generators take the first chunk with choices as the first token, so a role sent early
@@ -54,7 +55,7 @@ class ChatShape:
     """
 
     def __init__(self, chat: Conversation, tokenizer: Tokenizer) -> None:
-        self._job = chat.job
+        super().__init__(chat.job)
         self._readers = chat.readers
         self._tokenizer = tokenizer
         self._started: set[int] = set()
@@ -106,8 +107,11 @@ class ChatShape:
             prompt_token_ids=job.prompts[0] if first and job.return_token_ids else UNSET,
         )
 
-    def usage_event(self, tally: Tally) -> msgspec.Struct:
-        return ChatChunk(
+    def closing(self, tally: Tally) -> list[msgspec.Struct]:
+        """One event with choices [], where stream_options.include_usage asks for it."""
+        if not self._job.include_usage:
+            return []
+        usage = ChatChunk(
             id=self._job.reply_id,
             created=self._job.created,
             model=self._job.model,
@@ -115,6 +119,7 @@ class ChatShape:
             usage=tally.usage(),
             metrics=tally.metrics(),
         )
+        return [usage]
 
     def whole(self, chunks: list[TokenChunk], tally: Tally) -> msgspec.Struct:
         job = self._job

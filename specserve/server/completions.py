@@ -8,6 +8,7 @@ from msgspec import UNSET
 
 from specserve.server.answer import answer
 from specserve.server.body import read_body
+from specserve.server.choices import ChoiceShape
 from specserve.server.job import Job, check_model, make_job
 from specserve.server.logprobs import completion_logprobs
 from specserve.server.params import (
@@ -53,18 +54,18 @@ async def completions(request: web.Request) -> web.StreamResponse:
         prompt_ids,
         params,
         prediction_ids=prediction_ids,
-        prefix="cmpl",
+        prefix="cmpl-",
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
         param_names={},
     )
     return await answer(request, job, CompletionShape(job, state.engine.tokenizer))
 
 
-class CompletionShape:
+class CompletionShape(ChoiceShape):
     """The last text and the finish reason share the last chunk."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
-        self._job = job
+        super().__init__(job)
         self._tokenizer = tokenizer
         self._started: set[int] = set()
         self._text_offsets = [0] * len(job.requests)
@@ -87,8 +88,11 @@ class CompletionShape:
             )
         ]
 
-    def usage_event(self, tally: Tally) -> msgspec.Struct:
-        return Completion(
+    def closing(self, tally: Tally) -> list[msgspec.Struct]:
+        """One event with choices [], where stream_options.include_usage asks for it."""
+        if not self._job.include_usage:
+            return []
+        usage = Completion(
             id=self._job.reply_id,
             created=self._job.created,
             model=self._job.model,
@@ -96,6 +100,7 @@ class CompletionShape:
             usage=tally.usage(),
             metrics=tally.metrics(),
         )
+        return [usage]
 
     def whole(self, chunks: list[TokenChunk], tally: Tally) -> msgspec.Struct:
         return Completion(

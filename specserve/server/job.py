@@ -74,7 +74,7 @@ def make_job(
     engine = request.app[STATE].engine
     adopt_request_id(request, body.request_id)
     # Made here: two live requests may well carry the same x-request-id.
-    reply_id = f"{prefix}-{uuid.uuid4().hex}"
+    reply_id = f"{prefix}{uuid.uuid4().hex}"
     try:
         _check_queue(request, prompts, params.n)
         requests = _requests(

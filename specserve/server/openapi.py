@@ -8,6 +8,7 @@ twice, so nothing can drift. Fields that are refused (declared as `object`) are 
 from __future__ import annotations
 
 import functools
+from typing import get_args
 
 import msgspec
 from aiohttp import web
@@ -16,11 +17,13 @@ from msgspec import UNSET
 import specserve
 from specserve import admission
 from specserve.admission import Limits
-from specserve.server import params, replies, wire
+from specserve.server import params, replies, response_replies, wire
 from specserve.server.errors import ErrorDetail, ErrorReply
 from specserve.server.keys import OPEN_ROUTES
 from specserve.server.middleware import REQUEST_ID_PATTERN
 from specserve.server.prompts import ROLES, TEMPLATE_SWITCHES
+from specserve.server.response_wire import ResponsesBody
+from specserve.server.sse import DONE_MARKED, NAMED, Framing
 from specserve.server.state import STATE
 from specserve.server.tools import MAX_TOOLS, NAME_PATTERN
 
@@ -30,12 +33,13 @@ _REF = "#/components/schemas/{name}"
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One route: the body it takes, the reply it gives, and the event of its stream."""
+    """One route: the body it takes, the reply it gives, and the events of its stream."""
 
     summary: str
     body: type[msgspec.Struct] | None = None
     reply: type[msgspec.Struct] | None = None  # None: text
-    event: type[msgspec.Struct] | None = None
+    events: tuple[type[msgspec.Struct], ...] = ()
+    framing: Framing = DONE_MARKED
     required: tuple[str, ...] = ()  # fields of the body that null cannot stand for
 
 
@@ -44,15 +48,23 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         summary="Continue prompts",
         body=wire.CompletionBody,
         reply=replies.Completion,
-        event=replies.Completion,
+        events=(replies.Completion, ErrorReply),
         required=("prompt",),
     ),
     ("POST", "/v1/chat/completions"): Operation(
         summary="Reply in a conversation",
         body=wire.ChatBody,
         reply=replies.ChatCompletion,
-        event=replies.ChatChunk,
+        events=(replies.ChatChunk, ErrorReply),
         required=("messages",),
+    ),
+    ("POST", "/v1/responses"): Operation(
+        summary="Reply in a conversation, item by item",
+        body=ResponsesBody,
+        reply=response_replies.Response,
+        events=get_args(response_replies.ResponseEvent),
+        framing=NAMED,
+        required=("input",),
     ),
     ("GET", "/v1/models"): Operation(summary="The model served", reply=replies.ModelList),
     ("GET", "/v1/models/{id}"): Operation(summary="One model by name", reply=replies.ModelCard),
@@ -115,18 +127,8 @@ def _operation(operation: Operation, path: str) -> Json:
     content: Json = {"text/plain": {"schema": {"type": "string"}}}
     if operation.reply is not None:
         content = {"application/json": {"schema": _reference(operation.reply)}}
-    if operation.event is not None:
-        events: list[JsonValue] = [_reference(operation.event), _reference(ErrorReply)]
-        encoded: Json = {
-            "type": "string",
-            "contentMediaType": "application/json",
-            "contentSchema": {"anyOf": events},
-        }
-        data: Json = {"anyOf": [{"const": "[DONE]"}, encoded]}
-        # Of one event of the stream, as OpenAPI 3.2 and its tools see it.
-        content["text/event-stream"] = {
-            "schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}
-        }
+    if operation.events:
+        content["text/event-stream"] = {"schema": _event(operation)}
     failed: Json = {"application/json": {"schema": _reference(ErrorReply)}}
     described: Json = {
         "summary": operation.summary,
@@ -147,6 +149,24 @@ def _operation(operation: Operation, path: str) -> Json:
     return described
 
 
+def _event(operation: Operation) -> Json:
+    """One event of a stream, as OpenAPI 3.2 and its tools see it."""
+    encoded: Json = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [_reference(kind) for kind in operation.events]},
+    }
+    if not operation.framing.named:
+        encoded = {"anyOf": [{"const": "[DONE]"}, encoded]}
+        return {"type": "object", "properties": {"data": encoded}, "required": ["data"]}
+    names: Json = {"enum": [kind.__struct_config__.tag for kind in operation.events]}
+    return {
+        "type": "object",
+        "properties": {"event": names, "data": encoded},
+        "required": ["event", "data"],
+    }
+
+
 # ---- schemas ---------------------------------------------------------------------------------
 
 
@@ -162,7 +182,8 @@ def _schema_of_object(kind: type) -> Json:
 def _schemas(limits: Limits, model_name: str) -> dict[str, Json]:
     bodies = [one for one in OPERATIONS.values() if one.body is not None]
     kinds = [*(one.body for one in bodies), *(one.reply for one in OPERATIONS.values())]
-    kinds += [*(one.event for one in OPERATIONS.values()), ErrorReply]
+    kinds += [kind for one in OPERATIONS.values() for kind in one.events]
+    kinds.append(ErrorReply)
     _, schemas = msgspec.json.schema_components(
         dict.fromkeys(kind for kind in kinds if kind is not None),
         schema_hook=_schema_of_object,
@@ -182,10 +203,13 @@ def _schemas(limits: Limits, model_name: str) -> dict[str, Json]:
 
 def _require_what_is_always_sent(schemas: dict[str, Json]) -> None:
     """To msgspec a field with a default is optional, but in a reply only UNSET is left out."""
-    kinds = [kind for kind in vars(replies).values() if isinstance(kind, type)]
+    modules = (replies, response_replies)
+    kinds = [kind for one in modules for kind in vars(one).values() if isinstance(kind, type)]
     for kind in (*kinds, ErrorReply, ErrorDetail):
         if issubclass(kind, msgspec.Struct) and kind.__name__ in schemas:
-            schemas[kind.__name__]["required"] = [
+            config = kind.__struct_config__
+            required: list[JsonValue] = [] if config.tag_field is None else [config.tag_field]
+            schemas[kind.__name__]["required"] = required + [
                 field.encode_name
                 for field in msgspec.structs.fields(kind)
                 if field.default is not UNSET
@@ -234,6 +258,8 @@ def struct_ranges(limits: Limits) -> dict[str, dict[str, Json]]:
         "MessageBody": {"role": {"enum": [*ROLES]}},
         "FunctionBody": {"name": {"pattern": f"^{NAME_PATTERN}$"}},
         "ToolBody": {"type": {"enum": ["function"]}},
+        "ResponsesBody": {"input": {"minLength": 1, "minItems": 1}},
+        "ResponseTool": {"type": {"enum": ["function"]}, "name": {"pattern": f"^{NAME_PATTERN}$"}},
         "SpeculationBody": {
             "drafter": {"enum": [*limits.drafters, None]},
             "max_draft_tokens": _between(0, limits.max_draft_tokens),
@@ -252,6 +278,7 @@ def body_ranges(limits: Limits, model_name: str) -> dict[str, Json]:
         "model": {"enum": [model_name, None]},
         "max_tokens": output,
         "max_completion_tokens": {**output},
+        "max_output_tokens": {**output},
         "min_tokens": _between(0, limits.max_model_len - 1),
         "top_logprobs": _between(0, admission.MAX_LOGPROBS),
         "stop": {**stop, "maxItems": admission.MAX_STOP_STRINGS, "items": {**stop}},

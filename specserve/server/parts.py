@@ -40,7 +40,12 @@ Part = Text | Reasoning | CallStart | CallArguments
 
 
 class Reader(Protocol):
-    """One choice's text, read as it arrives."""
+    """One choice's text, read as it arrives.
+
+    reasoning_bytes: how much of it, in UTF-8, was reasoning and its marks
+    """
+
+    reasoning_bytes: int
 
     def push(self, text: str) -> list[Part]: ...
 
@@ -58,6 +63,7 @@ class PlainReader:
     """The text is the reply."""
 
     calls = False
+    reasoning_bytes = 0
 
     def push(self, text: str) -> list[Part]:
         return [Text(text)] if text else []

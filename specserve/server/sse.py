@@ -1,4 +1,4 @@
-"""Server-sent events: complete `data: …` events, comments while idle, one [DONE], then the end.
+"""Server-sent events: complete events, comments while idle, the end's mark if any, then the end.
 
 A write waits for the socket, as long as the connection allows (protocol.py): meanwhile the engine's
 streams coalesce. The engine itself never waits for a socket.
@@ -11,9 +11,6 @@ from collections.abc import Iterable
 import msgspec
 from aiohttp import web
 
-from specserve.errors import RequestError
-from specserve.server.errors import encode_error
-
 _ENCODER = msgspec.json.Encoder()
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -21,16 +18,30 @@ _HEADERS = {
     "X-Accel-Buffering": "no",  # proxies must not collect events
 }
 _KEEP_ALIVE = b": keep-alive\n\n"
-_DONE = b"data: [DONE]\n\n"
 
 
-def frame(payload: bytes) -> bytes:
-    return b"data: " + payload + b"\n\n"
+class Framing(msgspec.Struct, frozen=True, kw_only=True):
+    """named: an event's type is its name, too. end: what follows the last event"""
+
+    named: bool
+    end: bytes
+
+
+DONE_MARKED = Framing(named=False, end=b"data: [DONE]\n\n")
+NAMED = Framing(named=True, end=b"")
+
+
+def frame(event: msgspec.Struct, framing: Framing) -> bytes:
+    data = b"data: " + _ENCODER.encode(event) + b"\n\n"
+    if not framing.named:
+        return data
+    return f"event: {event.__struct_config__.tag}\n".encode() + data
 
 
 class EventStream:
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, framing: Framing) -> None:
         self._request = request
+        self._framing = framing
         self._response = web.StreamResponse(headers=_HEADERS)
 
     @property
@@ -48,7 +59,7 @@ class EventStream:
 
     async def send(self, events: Iterable[msgspec.Struct]) -> None:
         """Each struct one event, all in one write."""
-        payload = b"".join([frame(_ENCODER.encode(event)) for event in events])
+        payload = b"".join([frame(event, self._framing) for event in events])
         if payload:
             await self._response.write(payload)
 
@@ -57,11 +68,12 @@ class EventStream:
         await self._response.write(_KEEP_ALIVE)
 
     async def done(self) -> None:
-        await self._response.write(_DONE)
+        if self._framing.end:
+            await self._response.write(self._framing.end)
         await self._response.write_eof()
 
-    async def fail(self, error: RequestError) -> None:
-        """One error event and the connection's end: no finish chunk, no [DONE]."""
+    async def fail(self, error: msgspec.Struct) -> None:
+        """One error event and the connection's end: no finish chunk, no mark of the end."""
         self._response.force_close()
-        await self._response.write(frame(encode_error(error)))
+        await self._response.write(frame(error, self._framing))
         await self._response.write_eof()

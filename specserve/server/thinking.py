@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Literal
 
 from specserve.output import longest_stop_prefix
 from specserve.server.parts import Part, Reader, Reasoning
+from specserve.tokenizer import Tokenizer
 
 OPENS = "<think>"
 CLOSES = "</think>"
@@ -25,6 +27,7 @@ class ThinkReader:
         self._opened = opened
         self._place: Place = "start"
         self._held = ""  # not known yet what it is
+        self.reasoning_bytes = 0
 
     @property
     def calls(self) -> bool:
@@ -49,7 +52,7 @@ class ThinkReader:
     def _beginning(self) -> Place:
         rest = self._held.lstrip()
         if rest.startswith(OPENS):
-            self._held = rest[len(OPENS) :]
+            self._take(len(self._held) - len(rest) + len(OPENS))
             return "inside"
         if OPENS.startswith(rest):
             return "start"
@@ -63,7 +66,7 @@ class ThinkReader:
                 at = len(self._held) - longest_stop_prefix(self._held, (CLOSES,))
                 return self._reasoning(at)
             parts += self._reasoning(at)
-            self._held = self._held[len(CLOSES) :]
+            self._take(len(CLOSES))
             self._place = "behind"
         if self._place == "behind":
             text, self._held = self._held, ""
@@ -71,5 +74,25 @@ class ThinkReader:
         return parts
 
     def _reasoning(self, length: int) -> list[Part]:
-        text, self._held = self._held[:length], self._held[length:]
+        text = self._take(length)
         return [Reasoning(text)] if text else []
+
+    def _take(self, length: int) -> str:
+        """What is reasoning, or its mark."""
+        text, self._held = self._held[:length], self._held[length:]
+        self.reasoning_bytes += len(text.encode())
+        return text
+
+
+def reasoning_tokens(tokenizer: Tokenizer, token_ids: Seq[int], num_bytes: int) -> int:
+    """How many of a reply's tokens its reasoning took.
+
+    num_bytes: of the text, in UTF-8, that the reasoning and its marks took
+    """
+    num_tokens = 0
+    for token_id in token_ids:
+        if num_bytes <= 0:
+            break
+        num_tokens += 1
+        num_bytes -= len(tokenizer.token_bytes(token_id))
+    return num_tokens

@@ -42,23 +42,19 @@ class PredictionBody(msgspec.Struct, frozen=True, kw_only=True):
     content: str | list[ContentPart] | None = None
 
 
-class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints take."""
+class Extensions(msgspec.Struct, frozen=True, kw_only=True):
+    """What every endpoint that generates takes, beside what it is asked."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+
+    # Beyond the APIs that are spoken here; names follow vLLM.
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-
-    # Beyond OpenAI's API; names follow vLLM.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -67,13 +63,22 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
     request_id: str | None = None
-    return_token_ids: bool | None = None
     speculation: SpeculationBody | None = None
     prediction: PredictionBody | None = None
+
+
+class GenerationBody(Extensions, frozen=True, kw_only=True):
+    """What both of OpenAI's older endpoints take."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
 
     # Would change the answer; refused unless empty (params.refuse_unsupported).
     response_format: object = None
@@ -184,7 +189,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int] | None = None
 
 
-Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 _AT_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _REQUIRED = re.compile(r"missing required field `(?P<name>\w+)`")
@@ -202,6 +207,14 @@ def parse_body(raw: bytes, kind: type[Body]) -> Body:
     except (msgspec.DecodeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise _not_json(str(error)) from None
     return body
+
+
+def convert_body(fields: dict[str, Any], kind: type[Body]) -> Body:
+    """From what another endpoint's body means. Raises RequestError (400) that names the field."""
+    try:
+        return msgspec.convert(fields, kind, from_attributes=True)
+    except msgspec.ValidationError as error:
+        raise _type_error(str(error)) from None
 
 
 def _not_json(why: str) -> RequestError:
