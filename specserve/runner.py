@@ -269,7 +269,12 @@ class ModelRunner:
         if wanted is None:
             return ()
         chose = logits[mine][[0, *(node + 1 for node in verdict.path)]]
-        return tuple(logprobs(chose, verdict.token_ids, wanted, vocab_size=self._vocab_size))
+        places = [
+            LogitsRow(row.request, row.history, verdict.token_ids[:at])
+            for at in range(len(verdict.token_ids))
+        ]
+        size = self._vocab_size
+        return tuple(logprobs(chose, verdict.token_ids, wanted, vocab_size=size, places=places))
 
     def _compact(self, row: RowPlan, path: Seq[int]) -> None:
         """Move the accepted path's KV to where a chain would have it."""

@@ -173,6 +173,11 @@ class Tokenizer:
             return _WindowStream(self._backend, skipped)
         return _ByteStream(self._bytes.of, skipped, strip_space=self._bytes.strips_first_space)
 
+    @property
+    def spells_bytes(self) -> bool:
+        """Whether each token adds the same bytes to any text, the first space of one apart."""
+        return self._bytes is not None
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to the text; b"" for an id outside the vocabulary."""
         if self._bytes is not None:

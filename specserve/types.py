@@ -12,6 +12,8 @@ from typing import Final, Literal
 
 import msgspec
 
+from specserve.constraint import Constraint
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 VerifyRule = Literal["replay", "block", "rejection", "typical"]
 LOSSY_RULES: Final[frozenset[VerifyRule]] = frozenset({"typical"})  # the law is not the target's
@@ -76,6 +78,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str | None = None  # W3C, of the span that the request's spans belong to
     draft_width: int = 1  # most children of a guess; 1: chains
     prediction_ids: tuple[int, ...] = ()  # what the user expects the output to be
+    constraint: Constraint | None = None  # this sequence's own: what the output must look like
 
     @property
     def max_tokens(self) -> int:
@@ -124,7 +127,8 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Of the target's unprocessed distribution, natural logarithm."""
+    """Of the target's unprocessed distribution, natural logarithm. Of a constrained request: over
+    the tokens that the constraint allows."""
 
     logprob: float  # of the emitted token
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first

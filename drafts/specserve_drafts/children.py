@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from specserve.noise import F64, Ids, Noise, Purpose, at_node, gumbel_of
-from specserve.sampler import LogitsRow, as_rows
+from specserve.sampler import LogitsRow, RowError, as_rows
 from specserve.sampler.rows import edited
 
 MOST_CANDIDATES: Final = 256
@@ -122,6 +122,7 @@ def needs_edits(row: LogitsRow) -> bool:
         or params.repetition_penalty != 1
         or params.logit_bias
         or row.num_output < params.min_tokens
+        or row.request.constraint is not None
     )
 
 
@@ -134,7 +135,10 @@ def _edited(
         full = np.full(vocab_size, -np.inf, dtype=plain.dtype)
         full[target_ids] = plain
         plain = full
-    weights = edited(plain, row).astype(np.float64)
+    try:
+        weights = edited(plain, row).astype(np.float64)
+    except RowError:  # what the target will meet, too: not a fault of the draft's
+        return None
     best = float(weights.max())
     if not math.isfinite(best):
         return None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,10 +34,19 @@ from specserve.sampler.pipeline import (
     sharpened,
     tempered,
 )
-from specserve.sampler.rows import LogitsRow, RowError, as_rows, best_logit, check_best, edited
+from specserve.sampler.rows import (
+    LogitsRow,
+    RowError,
+    allowed,
+    as_rows,
+    best_logit,
+    check_best,
+    edited,
+)
 from specserve.types import SamplingParams, TokenLogprobs
 from specserve_kernels import native_sampler
 
+T = TypeVar("T")
 # Distances below the best weight within which a filter first looks for what it keeps.
 _MARGINS = (4.0, 8.0, 16.0, 32.0)
 _LOWEST_LOGPROB = -9999.0  # stands for -inf, which JSON cannot carry
@@ -60,22 +69,40 @@ def choose(
     """
     all_rows = as_rows(logits, vocab_size)
     chosen_rows = all_rows if at is None else [all_rows[idx] for idx in at]
-    plain = [edited(values, row) for values, row in zip(chosen_rows, rows, strict=True)]
-    usable = [values for values in plain if native_sampler.fits(values)]
-    if native_sampler.available() and len(usable) == len(rows):
-        pairs = zip(usable, rows, strict=True)
-        found = native_sampler.choose([_row_spec(*pair, purpose, 1.0) for pair in pairs])
-        ways = [partial(_token, choice, row) for choice, row in zip(found, rows, strict=True)]
+    plain = [
+        _outcome(partial(edited, values, row))
+        for values, row in zip(chosen_rows, rows, strict=True)
+    ]
+    usable = [
+        (values, row)
+        for values, row in zip(plain, rows, strict=True)
+        if not isinstance(values, RowError)
+    ]
+    found = iter(_choose_edited(usable, purpose))
+    return [values if isinstance(values, RowError) else next(found) for values in plain]
+
+
+def _choose_edited(
+    pairs: Seq[tuple[Floats, LogitsRow]], purpose: Purpose
+) -> list[int | RowError]:
+    specs = [
+        _row_spec(values, row, purpose, 1.0)
+        for values, row in pairs
+        if native_sampler.fits(values)
+    ]
+    if native_sampler.available() and len(specs) == len(pairs):
+        found = native_sampler.choose(specs)
+        ways = [partial(_token, choice, row) for choice, (_, row) in zip(found, pairs, strict=True)]
     else:
         noise = Noise()
         ways = [
             partial(choose_row_in_numpy, values, row, noise=noise, purpose=purpose)
-            for values, row in zip(plain, rows, strict=True)
+            for values, row in pairs
         ]
     return [_outcome(way) for way in ways]
 
 
-def _outcome(way: Callable[[], int]) -> int | RowError:
+def _outcome(way: Callable[[], T]) -> T | RowError:
     try:
         return way()
     except RowError as error:
@@ -263,18 +290,26 @@ def _sampled(
 
 
 def logprobs(
-    logits: Tensor, token_ids: Seq[int], num_top: int, *, vocab_size: int
+    logits: Tensor,
+    token_ids: Seq[int],
+    num_top: int,
+    *,
+    vocab_size: int,
+    places: Seq[LogitsRow] = (),
 ) -> list[TokenLogprobs]:
     """Log-probabilities of the target's unprocessed distribution, as a plain forward gives them.
 
     logits:    [L, V] of the rows that chose token_ids
     token_ids: L chosen tokens
     num_top:   alternatives wanted, best first, equals by rising id
+    places:    of the L, where a constraint says what can be chosen at all
     """
-    plain = as_rows(logits, vocab_size)
+    plain = list(as_rows(logits, vocab_size))
+    if places:
+        plain = [allowed(values, place) for values, place in zip(plain, places, strict=True)]
     return [
-        _row_logprobs(plain[idx], token_id, min(num_top, plain.shape[1]))
-        for idx, token_id in enumerate(token_ids)
+        _row_logprobs(values, token_id, min(num_top, len(values)))
+        for values, token_id in zip(plain, token_ids, strict=True)
     ]
 
 

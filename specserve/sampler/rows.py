@@ -52,6 +52,18 @@ class LogitsRow:
         return self.position - len(self.request.prompt_ids)
 
     @property
+    def mask(self) -> bytes | None:
+        """A bit per token that the request's constraint allows here; None: all. May raise RowError,
+        for this row alone."""
+        constraint = self.request.constraint
+        if constraint is None:
+            return None
+        try:
+            return constraint.mask(self.history, len(self.request.prompt_ids), self.draft_prefix)
+        except EngineError as error:
+            raise RowError(str(error)) from error
+
+    @property
     def is_greedy(self) -> bool:
         return self.request.params.temperature < GREEDY_BELOW
 
@@ -65,10 +77,31 @@ def as_rows(logits: Tensor, vocab_size: int) -> Floats:
 
 
 def edited(logits: Floats, row: LogitsRow) -> Floats:
-    """[V] with penalties, logit bias and the min_tokens mask; the input itself if none applies.
+    """[V] with penalties, logit bias and masks; the input itself if none applies.
 
     Token ids outside the row's V (a draft's vocabulary may be smaller) are left alone.
+    Raises RowError where the constraint cannot be followed.
     """
+    return allowed(_penalised(logits, row), row)
+
+
+def allowed(logits: Floats, row: LogitsRow) -> Floats:
+    """[V] with -inf for tokens that the row's constraint forbids; the input itself if it has none.
+
+    Raises RowError where the constraint cannot be followed.
+    """
+    mask = row.mask
+    if mask is None:
+        return logits
+    bits = np.frombuffer(mask, np.uint8)
+    may = np.unpackbits(bits, count=len(logits), bitorder="little").view(np.bool_)
+    result = np.full_like(logits, -np.inf)
+    np.copyto(result, logits, where=may)
+    return result
+
+
+def _penalised(logits: Floats, row: LogitsRow) -> Floats:
+    """[V] with penalties, logit bias and the min_tokens mask; the input itself if none applies."""
     request, params = row.request, row.request.params
     penalised = (
         params.presence_penalty != 0
@@ -133,8 +166,8 @@ def check_best(value: float, row: LogitsRow) -> None:
     """Raises RowError if nothing can be chosen from a row whose largest logit is `value`."""
     if value == -math.inf:
         raise RowError(
-            f"every token is masked at position {row.position}: logit_bias and min_tokens leave "
-            "nothing to choose from; lower min_tokens or ban fewer tokens"
+            f"every token is masked at position {row.position}: logit_bias, min_tokens and the "
+            "grammar leave nothing to choose from; lower min_tokens or ban fewer tokens"
         )
     if not math.isfinite(value):
         raise RowError(

@@ -1,0 +1,191 @@
+"""A grammar's promise: a pure function of the output so far, whatever it was asked before."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specserve.constraint import GrammarSpec
+from specserve.errors import EngineError, RequestError
+from specserve.grammar import MAX_GRAMMAR_CHARS, GrammarConstraint, Grammars
+from tests.grammar_world import END, SCHEMA, SPECS, VOCAB_SIZE, bpe_tokenizer, constraint, grammars
+from tests.small_tokenizers import saved, words
+
+CONTROL = 1
+
+
+def ids_of(mask: bytes | None) -> list[int]:
+    assert mask is not None
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist()
+
+
+def encode(text: str) -> list[int]:
+    return bpe_tokenizer().encode_plain(text)
+
+
+def a_text(name: str, seed: int) -> list[int]:
+    """Any text of the grammar, EOS included, token by token from what is allowed."""
+    rng, walk, known = random.Random(seed), constraint(name), [7, 7]
+    while END not in known:
+        known.append(rng.choice(ids_of(walk.mask(known, 2, ()))))
+    return known[2:]
+
+
+def matches(name: str, text: str) -> bool:
+    if name in ("schema", "compact"):
+        value = json.loads(text)
+        assert list(value) == ["name", "age", "kind"]
+        assert len(value["name"]) <= 6
+        assert 0 <= value["age"] <= 130
+        assert name == "schema" or " " not in text.replace(value["name"], "")
+        return value["kind"] in SCHEMA["properties"]["kind"]["enum"]  # type: ignore[index]  # JSON
+    if name == "choice":
+        return text in json.loads(SPECS[name].text)
+    pattern = {"regex": SPECS["regex"].text, "grammar": "(bc)*a(d)+"}[name]
+    return re.fullmatch(pattern, text) is not None
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_what_the_masks_leave_is_what_was_asked_for(name: str) -> None:
+    texts = {bpe_tokenizer().decode(a_text(name, seed)) for seed in range(30)}
+    assert len(texts) > 1
+    assert all(matches(name, text) for text in texts)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_masks_are_the_same_on_any_way_through_drafts_and_rejections(name: str) -> None:
+    rng = random.Random(1)
+    output = a_text(name, seed=5)
+    walk = constraint(name)
+    for num_known in range(len(output)):
+        known = [9, 9, 9, *output[:num_known]]
+        for _ in range(4):  # guesses of this step: right ones for a while, then whatever
+            right = output[num_known : num_known + rng.randrange(5)]
+            guesses = [*right, *rng.choices(range(VOCAB_SIZE), k=rng.randrange(3))]
+            fresh = constraint(name)
+            assert walk.admits(known, 3, guesses) == fresh.admits(known, 3, guesses)
+            at = tuple(output[num_known : num_known + rng.randrange(len(output) - num_known)])
+            assert walk.mask(known, 3, at) == constraint(name).mask(known, 3, at)
+        assert walk.forced(known, 3, 8) == constraint(name).forced(known, 3, 8)
+    assert walk.mask([9, 9, 9], 3, ()) == constraint(name).mask([9, 9, 9], 3, ())
+
+
+def test_the_text_ends_where_the_grammar_may_and_only_there() -> None:
+    walk = constraint("choice")
+    known = encode("the tree")
+    assert END in ids_of(walk.mask(known, 0, ()))
+    assert len(ids_of(walk.mask(known, 0, ()))) > 1  # "the treehouse"
+    assert END not in ids_of(walk.mask(known[:-1], 0, ()))
+    assert not walk.admits(known[:-1], 0, [END])
+    assert walk.admits(known, 0, [END])
+    assert walk.mask(known, 0, [END]) is None  # nothing follows that anybody will see
+    assert not walk.admits(known, 0, [END, END])
+    assert ids_of(constraint("choice").mask(encode("a shrub"), 0, ())) == [END]
+
+
+def test_control_tokens_and_ids_beyond_the_vocabulary_never_match() -> None:
+    walk = grammars().constraint(GrammarSpec(kind="regex", text="(?s:.*)", param="regex"))
+    assert CONTROL not in ids_of(walk.mask([], 0, ()))
+    for wrong in (CONTROL, -1, VOCAB_SIZE, 2**31):
+        assert not walk.admits([], 0, [wrong])
+    assert walk.admits([], 0, encode("<|user|>"))
+
+
+def test_what_must_come_next_is_spelt_out_and_nothing_else() -> None:
+    walk = constraint("compact")
+    known = [5, *encode('{"name":"ab"')]
+    forced = walk.forced(known, 1, 20)
+    assert bpe_tokenizer().decode(forced) == ',"age":'
+    assert walk.forced(known, 1, 2) == forced[:2]
+    assert walk.forced([5, *encode('{"name":"')], 1, 20) == ()
+    assert walk.forced([5], 1, 3) == tuple(encode('{"name":"'))[:3]
+
+
+def test_the_end_of_a_text_is_forced_where_nothing_else_can_come() -> None:
+    walk = constraint("choice")
+    text = encode("a shrub")
+    assert walk.forced(text[:1], 0, 20)[-1] == END
+    assert walk.forced(text, 0, 4) == (END,)
+    assert walk.forced([*text, END], 0, 4) == ()
+
+
+def test_output_that_does_not_match_is_an_error_and_admits_nothing() -> None:
+    walk = constraint("regex")
+    wrong = encode("maybe")
+    with pytest.raises(EngineError, match="cannot go on within its grammar"):
+        walk.mask(wrong, 0, ())
+    assert not walk.admits(wrong, 0, encode(" a"))
+    assert walk.forced(wrong, 0, 4) == ()
+
+
+REFUSED = {
+    "a type nobody knows": ("json_schema", '{"type": "whatever"}', "whatever"),
+    "no JSON": ("json_schema", '{"type": ', "EOF"),
+    "no object": ("json_schema", "[1]", "object"),
+    "a keyword that cannot be kept": ("json_schema", '{"type":"object","not":{}}', "not"),
+    "a reference to elsewhere": ("json_schema", '{"$ref":"http://x.example/y"}', "x.example"),
+    "nothing matches": (
+        "json_schema",
+        '{"type":"object","properties":{"a":false},"required":["a"]}',
+        "[Uu]nsatisfiable",
+    ),
+    "endless": ("json_schema", '{"$ref":"#"}', "but the empty one"),
+    "deep": ("json_schema", '{"items":' * 3000 + "true" + "}" * 3000, "recursion"),
+    "a regex that is none": ("regex", "a(", "unclosed group"),
+    "a deep regex": ("regex", "(" * 9000 + "a" + ")" * 9000, "nest|deep|exceed"),
+    "an empty regex": ("regex", "", "but the empty one"),
+    "an unknown rule": ("grammar", "start: foo", "foo"),
+    "an unfinished rule": ("grammar", 'root ::= ("a" | ', "Expected"),
+    "a deep grammar": ("grammar", "root ::= " + "(" * 9000 + '"a"' + ")" * 9000, "recursion|deep"),
+    "what cannot be taken back": (
+        "grammar",
+        'start: "aa" b\nb[max_tokens=3]: /[a-z]*/',
+        "max_tokens",
+    ),
+    "too long": ("regex", "a" * (MAX_GRAMMAR_CHARS + 1), "262145 characters"),
+    "no choice": ("choice", "[]", "but the empty one"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_followed_is_refused_by_field_and_reason(name: str) -> None:
+    kind, text, reason = REFUSED[name]
+    spec = GrammarSpec(kind=kind, text=text, param="the_field")  # type: ignore[arg-type]  # a table
+    with pytest.raises(RequestError, match=reason) as caught:
+        grammars().constraint(spec)
+    assert caught.value.param == "the_field"
+    assert caught.value.status == 400
+    assert len(caught.value.message) < 700
+
+
+def test_a_text_that_reaches_a_limit_of_the_library_ends_no_other_text() -> None:
+    """Copies of one matcher would share what they have read: each sequence has its own."""
+    spec = GrammarSpec(kind="regex", text="([a-z]{1,400}){1,400}x", param="regex")
+    walks = [grammars().constraint(spec) for _ in range(2)]
+    lengths = [read_letters(walk, 400) for walk in walks]
+    assert lengths[0] < 400, "no limit was reached: choose a harder pattern"
+    assert lengths[1] == lengths[0]
+
+
+def read_letters(walk: GrammarConstraint, most: int) -> int:
+    """Tokens until the constraint gives up."""
+    rng, known = random.Random(3), list[int]()
+    while len(known) < most:
+        try:
+            allowed = ids_of(walk.mask(known, 0, ()))
+        except EngineError:
+            break
+        known.append(rng.choice([idx for idx in allowed if idx != END]))
+    return len(known)
+
+
+def test_a_vocabulary_whose_tokens_are_no_fixed_bytes_is_refused(tmp_path: Path) -> None:
+    tokenizer = saved(words("<unk>", "a", "b"), tmp_path / "words", eos_token="a")
+    with pytest.raises(RequestError, match="do not stand for fixed bytes"):
+        Grammars(tokenizer).constraint(SPECS["regex"])
