@@ -13,6 +13,7 @@ from typing import get_args
 import msgspec
 
 from specserve.config import EngineConfig
+from specserve.constraint import Constraint
 from specserve.errors import RequestError
 from specserve.types import Request, SamplingParams, Speculation, VerifyRule
 
@@ -132,6 +133,30 @@ def make_requests(
             traceparent=traceparent,
         )
         for i in range(params.n)
+    ]
+
+
+def constrained(
+    requests: Seq[Request], constraints: Seq[Constraint], *, param: str
+) -> list[Request]:
+    """The same requests, each bound to a constraint of its own; RequestError where that makes no
+    sense. param: the field that asked for it"""
+    params = requests[0].params
+    if params.ignore_eos:
+        raise RequestError(
+            f"ignore_eos is true, but with {param} a text that is complete can only end: leave it "
+            "out",
+            param="ignore_eos",
+        )
+    if params.min_tokens:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}, but with {param} the text ends where that says: "
+            "leave it out",
+            param="min_tokens",
+        )
+    return [
+        msgspec.structs.replace(request, constraint=constraint)
+        for request, constraint in zip(requests, constraints, strict=True)
     ]
 
 

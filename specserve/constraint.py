@@ -23,12 +23,14 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
              or GBNF
     param:   the field that asked for it, for messages
     compact: of json_schema: no white space between a text's parts
+    after:   a token behind whose first occurrence it holds; None: from the beginning
     """
 
     kind: GrammarKind
     text: str
     param: str
     compact: bool = False
+    after: int | None = None
 
 
 class Constraint(Protocol):
@@ -52,3 +54,50 @@ class Constraint(Protocol):
         """At most `most` tokens that spell what must come next: guesses, for the same text may be
         cut into other tokens. () where there is a choice."""
         ...
+
+
+class Behind:
+    """A Constraint that begins behind the first `mark`: until then anything but an end may come."""
+
+    def __init__(
+        self, inner: Constraint, *, mark: int, eos_ids: frozenset[int], vocab_size: int
+    ) -> None:
+        self._inner = inner
+        self._mark = mark
+        self._eos_ids = eos_ids
+        free = (1 << vocab_size) - 1
+        for eos_id in eos_ids:
+            free &= ~(1 << eos_id)
+        self._free = free.to_bytes(-(-vocab_size // 8), "little")
+        self._num_searched = 0  # output tokens without a mark among them
+        self._start: int | None = None  # of the constrained text, in `known`
+
+    def mask(self, known: Seq[int], num_prompt: int, prefix: Seq[int]) -> bytes | None:
+        place = self._place(known, num_prompt, prefix)
+        return self._free if place is None else self._inner.mask(known, *place)
+
+    def admits(self, known: Seq[int], num_prompt: int, prefix: Seq[int]) -> bool:
+        place = self._place(known, num_prompt, prefix)
+        if place is None:
+            return self._eos_ids.isdisjoint(prefix)
+        return self._inner.admits(known, *place)
+
+    def forced(self, known: Seq[int], num_prompt: int, most: int) -> tuple[int, ...]:
+        place = self._place(known, num_prompt, ())
+        return () if place is None else self._inner.forced(known, place[0], most)
+
+    def _place(
+        self, known: Seq[int], num_prompt: int, prefix: Seq[int]
+    ) -> tuple[int, Seq[int]] | None:
+        """Where the constrained text begins in `known`, and its guesses; None: not yet."""
+        if self._start is None:
+            for at in range(num_prompt + self._num_searched, len(known)):
+                if known[at] == self._mark:
+                    self._start = at + 1
+                    break
+            self._num_searched = len(known) - num_prompt
+        if self._start is not None:
+            return self._start, prefix
+        if self._mark in prefix:
+            return len(known), prefix[list(prefix).index(self._mark) + 1 :]
+        return None

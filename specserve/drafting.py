@@ -212,6 +212,13 @@ class Observer(Protocol):
 
 
 @runtime_checkable
+class Selective(Protocol):
+    """A drafter without KV that has nothing to say of some requests: it is not asked about them."""
+
+    def serves(self, request: Request) -> bool: ...
+
+
+@runtime_checkable
 class OutputReader(Protocol):
     """A drafter that learns from whole outputs, whoever guessed."""
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import llguidance
 import numpy as np
 
-from specserve.constraint import GrammarSpec
+from specserve.constraint import Behind, Constraint, GrammarSpec
 from specserve.errors import EngineError, RequestError
 from specserve.tokenizer import Tokenizer
 
@@ -47,8 +47,17 @@ class Grammars:
             eos_token=sorted(self._tokenizer.eos_ids),
         )
 
-    def constraint(self, spec: GrammarSpec) -> GrammarConstraint:
+    def constraint(self, spec: GrammarSpec) -> Constraint:
         """For one sequence. RequestError names the field and the reason."""
+        inner = self._from_the_beginning(spec)
+        if spec.after is None:
+            return inner
+        tokenizer = self._tokenizer
+        return Behind(
+            inner, mark=spec.after, eos_ids=tokenizer.eos_ids, vocab_size=tokenizer.vocab_size
+        )
+
+    def _from_the_beginning(self, spec: GrammarSpec) -> GrammarConstraint:
         if len(spec.text) > MAX_GRAMMAR_CHARS:
             raise RequestError(
                 f"{spec.param} has {len(spec.text)} characters, at most {MAX_GRAMMAR_CHARS} are "
@@ -80,7 +89,9 @@ class Grammars:
             why = matcher.get_error()
             raise _bad(spec, _EMPTY if why.startswith("NoExtension") else why)
         bits = np.unpackbits(np.frombuffer(first, np.uint8), bitorder="little")
-        begins = [idx for idx in np.flatnonzero(bits).tolist() if idx not in self._tokenizer.eos_ids]
+        begins = [
+            idx for idx in np.flatnonzero(bits).tolist() if idx not in self._tokenizer.eos_ids
+        ]
         if not begins:
             raise _bad(spec, _EMPTY)
         if not (matcher.consume_token(begins[0]) and matcher.rollback(1)):

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from specserve.constraint import GrammarSpec
-from specserve.grammar import GrammarConstraint, Grammars
+from specserve.constraint import Constraint, GrammarSpec
+from specserve.grammar import Grammars
 from specserve.tokenizer import Tokenizer
 
 VOCAB_SIZE = 384
@@ -29,14 +29,14 @@ SCHEMA = {
 }
 SPECS = {
     "schema": GrammarSpec(kind="json_schema", text=json.dumps(SCHEMA), param="json"),
-    "compact": GrammarSpec(
-        kind="json_schema", text=json.dumps(SCHEMA), param="json", compact=True
-    ),
+    "compact": GrammarSpec(kind="json_schema", text=json.dumps(SCHEMA), param="json", compact=True),
     "regex": GrammarSpec(kind="regex", text=r"(yes|no|not yet)( [a-e]{1,4}){2,5}\.", param="regex"),
     "choice": GrammarSpec(
         kind="choice", text=json.dumps(["the tree", "the treehouse", "a shrub"]), param="choice"
     ),
-    "grammar": GrammarSpec(kind="grammar", text='root ::= ("a" | "bc" root) "d"\n', param="grammar"),
+    "grammar": GrammarSpec(
+        kind="grammar", text='root ::= ("a" | "bc" root) "d"\n', param="grammar"
+    ),
 }
 
 
@@ -78,5 +78,5 @@ def grammars() -> Grammars:
     return Grammars(bpe_tokenizer())
 
 
-def constraint(name: str) -> GrammarConstraint:
+def constraint(name: str) -> Constraint:
     return grammars().constraint(SPECS[name])

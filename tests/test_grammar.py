@@ -7,12 +7,13 @@ import random
 import re
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from specserve.constraint import GrammarSpec
+from specserve.constraint import Constraint, GrammarSpec
 from specserve.errors import EngineError, RequestError
-from specserve.grammar import MAX_GRAMMAR_CHARS, GrammarConstraint, Grammars
+from specserve.grammar import MAX_GRAMMAR_CHARS, Grammars
 from tests.grammar_world import END, SCHEMA, SPECS, VOCAB_SIZE, bpe_tokenizer, constraint, grammars
 from tests.small_tokenizers import saved, words
 
@@ -124,6 +125,29 @@ def test_output_that_does_not_match_is_an_error_and_admits_nothing() -> None:
     assert walk.forced(wrong, 0, 4) == ()
 
 
+def test_behind_a_mark_it_begins_and_before_it_anything_but_an_end_may_come() -> None:
+    spec = msgspec.structs.replace(SPECS["choice"], after=CONTROL)
+    rng = random.Random(2)
+    walk, prompt, free = grammars().constraint(spec), [CONTROL, 7], [30, END + 2, 40]
+    text = a_text("choice", seed=5)
+    output = [*free, CONTROL, *text]
+    for num_known in range(len(output) + 1):
+        known = [*prompt, *output[:num_known]]
+        for _ in range(3):
+            ahead = tuple(output[num_known : num_known + rng.randrange(9)])
+            assert walk.admits(known, 2, ahead)
+            num_read = num_known + len(ahead) - len(free) - 1
+            if num_read < 0:
+                assert END not in ids_of(walk.mask(known, 2, ahead))
+                assert len(ids_of(walk.mask(known, 2, ahead))) == VOCAB_SIZE - 1
+                assert not walk.admits(known, 2, (*ahead, END))
+            else:
+                inner = constraint("choice").mask([7, *text[:num_read]], 1, ())
+                assert walk.mask(known, 2, ahead) == inner
+        if num_known <= len(free):
+            assert walk.forced(known, 2, 9) == ()
+
+
 REFUSED = {
     "a type nobody knows": ("json_schema", '{"type": "whatever"}', "whatever"),
     "no JSON": ("json_schema", '{"type": ', "EOF"),
@@ -173,7 +197,7 @@ def test_a_text_that_reaches_a_limit_of_the_library_ends_no_other_text() -> None
     assert lengths[1] == lengths[0]
 
 
-def read_letters(walk: GrammarConstraint, most: int) -> int:
+def read_letters(walk: Constraint, most: int) -> int:
     """Tokens until the constraint gives up."""
     rng, known = random.Random(3), list[int]()
     while len(known) < most:

@@ -87,12 +87,10 @@ UNSUPPORTED = {
     "logits_processors": ["x"],
     "use_beam_search": True,
     "length_penalty": 0.5,
-    "structured_outputs": {"json": {}},
     "guided_json": {"type": "object"},
     "guided_regex": "a+",
     "guided_choice": ["a"],
     "guided_grammar": "root ::= a",
-    "response_format": {"type": "json_object"},
 }
 UNSUPPORTED_CHAT = {
     "functions": [{"name": "f"}],
@@ -100,7 +98,6 @@ UNSUPPORTED_CHAT = {
     "chat_template": "{{ 1 }}",
     "documents": [{"text": "a"}],
     "audio": {"voice": "a"},
-    "response_format": {"type": "json_schema", "json_schema": {}},
 }
 
 

@@ -17,8 +17,8 @@ LIMIT = 16_000_000  # bytes: what a package may weigh
 
 
 def test_auto_adds_the_draft_that_was_trained_for_the_model() -> None:
-    assert expand("auto", "demo") == "suffix,eagle3:demo"
-    assert expand("auto", "some/other-model") == "suffix"
+    assert expand("auto", "demo") == "suffix,grammar,eagle3:demo"
+    assert expand("auto", "some/other-model") == "suffix,grammar"
     assert expand(" auto ", "demo") == expand("auto", "demo")
 
 
@@ -30,9 +30,13 @@ def test_what_is_named_is_what_is_loaded(spec: str) -> None:
 def test_the_default_of_a_server_is_auto() -> None:
     assert drafter_specs(EngineOptions()) == [
         ("suffix", None),
+        ("grammar", None),
         ("eagle3", "demo"),
     ]
-    assert drafter_specs(EngineOptions(model="/some/model")) == [("suffix", None)]
+    assert drafter_specs(EngineOptions(model="/some/model")) == [
+        ("suffix", None),
+        ("grammar", None),
+    ]
 
 
 def test_a_name_that_is_not_shipped_is_a_path() -> None:

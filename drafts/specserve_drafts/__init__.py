@@ -10,6 +10,7 @@ from specserve.errors import ConfigError
 from specserve_drafts.block_parallel import make_pard
 from specserve_drafts.draft_model import make_draft_model
 from specserve_drafts.eagle3 import make_eagle3
+from specserve_drafts.grammar import make_grammar
 from specserve_drafts.known import make_anti, make_oracle, make_synthetic
 from specserve_drafts.medusa import make_medusa
 from specserve_drafts.mlp_speculator import make_mlp_speculator
@@ -32,6 +33,7 @@ DRAFTERS: Final[dict[str, Callable[[DrafterResources], Drafter]]] = {
     "none": make_none,
     "suffix": make_suffix,
     "ngram": make_ngram,
+    "grammar": make_grammar,
     "draft_model": make_draft_model,
     "pard": make_pard,
     "eagle3": make_eagle3,

@@ -82,13 +82,9 @@ def choose(
     return [values if isinstance(values, RowError) else next(found) for values in plain]
 
 
-def _choose_edited(
-    pairs: Seq[tuple[Floats, LogitsRow]], purpose: Purpose
-) -> list[int | RowError]:
+def _choose_edited(pairs: Seq[tuple[Floats, LogitsRow]], purpose: Purpose) -> list[int | RowError]:
     specs = [
-        _row_spec(values, row, purpose, 1.0)
-        for values, row in pairs
-        if native_sampler.fits(values)
+        _row_spec(values, row, purpose, 1.0) for values, row in pairs if native_sampler.fits(values)
     ]
     if native_sampler.available() and len(specs) == len(pairs):
         found = native_sampler.choose(specs)

@@ -24,6 +24,7 @@ from aiohttp.typedefs import Handler
 from specserve.engine import Engine
 from specserve.server import chat, completions, openapi, operations, responses, tokens
 from specserve.server.backlog import Backlog
+from specserve.server.compiler import GrammarCompiler
 from specserve.server.keys import Slots
 from specserve.server.middleware import ROUTE_NAMES, add_headers, around, expected
 from specserve.server.protocol import Runner
@@ -68,6 +69,7 @@ def create_app(
         reply_format=ReplyFormat.of(
             engine.tokenizer, settings.tool_call_parser, settings.reasoning_parser
         ),
+        compiler=GrammarCompiler(engine.tokenizer, seconds=settings.grammar_seconds),
     )
     app[ROUTE_NAMES] = {}
     for (method, path), handler in ROUTES.items():
@@ -80,6 +82,7 @@ def create_app(
     app.on_response_prepare.append(add_headers)
     app.on_startup.append(_mark_started)
     app.on_shutdown.append(drain)
+    app.on_cleanup.append(_close)
     return app
 
 
@@ -97,6 +100,10 @@ async def drain(app: web.Application) -> None:
 
 async def _mark_started(app: web.Application) -> None:
     app[STATE].lifecycle.started = True
+
+
+async def _close(app: web.Application) -> None:
+    app[STATE].compiler.close()
 
 
 def _spellings(path: str) -> tuple[str, ...]:

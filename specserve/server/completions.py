@@ -26,6 +26,7 @@ from specserve.server.replies import (
     finish_reason,
 )
 from specserve.server.state import CONTEXT, STATE, timed_child
+from specserve.server.structured import constrain, format_of
 from specserve.server.tally import Tally
 from specserve.server.wire import CompletionBody
 from specserve.tokenizer import Tokenizer
@@ -40,6 +41,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     refuse_unsupported(body)
     check_stream_options(body)
     params = completion_params(body)
+    text_format = format_of(body)
     prompts = split_prompts(body.prompt)
     check_parallel(len(prompts), params.n)
     request[CONTEXT].attributes["gen_ai.operation.name"] = "text_completion"
@@ -58,6 +60,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
         param_names={},
     )
+    job = await constrain(request, job, text_format)
     return await answer(request, job, CompletionShape(job, state.engine.tokenizer))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 from aiohttp import web
 
+from specserve.constraint import GrammarSpec
 from specserve.engine import Engine
 from specserve.errors import RequestError
 from specserve.server.job import Job, check_model, make_job
@@ -20,6 +21,7 @@ from specserve.server.parts import Reader
 from specserve.server.prompts import encode_chat, encode_prediction, text_of
 from specserve.server.readers import reasoning_opened
 from specserve.server.state import CONTEXT, STATE, timed_child
+from specserve.server.structured import behind_reasoning, constrain, format_of
 from specserve.server.tools import ToolUse, tool_use
 from specserve.server.wire import ChatBody
 
@@ -43,6 +45,7 @@ async def converse(
     check_parallel(1, params.n)
     tools = tool_use(body)
     state.reply_format.check(tools)
+    text_format = _format_of(body, tools)
     request[CONTEXT].attributes["gen_ai.operation.name"] = "chat"
     with timed_child(request, "tokenize"):
         prompt_ids = await _encode(state.engine, body, tools)
@@ -58,6 +61,9 @@ async def converse(
         param_names=param_names,
     )
     opened = reasoning_opened(state.engine.tokenizer, prompt_ids, _continued_text(body))
+    if text_format is not None and state.reply_format.begins_with_reasoning(opened):
+        text_format = behind_reasoning(text_format, state.engine.tokenizer)
+    job = await constrain(request, job, text_format)
     readers = [state.reply_format.reader(tools, reasoning_opened=opened) for _ in job.requests]
     return Conversation(job, readers)
 
@@ -67,6 +73,17 @@ def _continued_text(body: ChatBody) -> str:
     if not body.continue_final_message or not body.messages:
         return ""
     return text_of(body.messages[-1].content or "", "messages")
+
+
+def _format_of(body: ChatBody, tools: ToolUse) -> GrammarSpec | None:
+    spec = format_of(body)
+    if spec is not None and tools.names:
+        raise RequestError(
+            f"{spec.param} leaves no room for calls of tools: set tool_choice to 'none', or leave "
+            "one of them out",
+            param=spec.param,
+        )
+    return spec
 
 
 async def _encode(engine: Engine, body: ChatBody, tools: ToolUse) -> list[int]:

@@ -30,7 +30,6 @@ _UNSUPPORTED = (
     "logits_processors",
     "use_beam_search",
     "length_penalty",
-    "structured_outputs",
     "guided_json",
     "guided_regex",
     "guided_choice",
@@ -68,8 +67,6 @@ def refuse_unsupported(body: CompletionBody | ChatBody) -> None:
     for name in (*_UNSUPPORTED, *(_UNSUPPORTED_CHAT if chat else _UNSUPPORTED_COMPLETION)):
         if not _asks_for_nothing(name, fields[name]):
             raise _refuse(name)
-    if body.response_format not in (None, {"type": "text"}):
-        raise _refuse("response_format")
     if isinstance(body, ChatBody):
         return
     n = 1 if body.n is None else body.n

@@ -82,7 +82,11 @@ class ReplyFormat(msgspec.Struct, frozen=True, kw_only=True):
             then = CallReader(self.calls, tools.names, tools.max_calls)
         if self.reasoning == "none":
             return then
-        return ThinkReader(then, opened=reasoning_opened or self.reasoning == "always")
+        return ThinkReader(then, opened=self.begins_with_reasoning(reasoning_opened))
+
+    def begins_with_reasoning(self, opened: bool) -> bool:
+        """opened: by the prompt"""
+        return self.reasoning == "always" or (self.reasoning == "marked" and opened)
 
     def readable(self, params: SamplingParams, tools: ToolUse) -> SamplingParams:
         """With marks that are control tokens in the text, where they are looked for."""

@@ -15,6 +15,7 @@ from aiohttp import web
 from specserve.engine import Engine
 from specserve.server import errors
 from specserve.server.backlog import Backlog
+from specserve.server.compiler import GrammarCompiler
 from specserve.server.cors import CorsPolicy
 from specserve.server.keys import KeyRing, Slots
 from specserve.server.readers import ReplyFormat
@@ -31,6 +32,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_seconds: float = 30.0  # at shutdown, for live replies to end by themselves
     max_body_bytes: int = 8 * 1024 * 1024  # after decompression
     off_loop_body_bytes: int = 64 * 1024  # larger bodies are parsed on a helper thread
+    grammar_seconds: float = 10.0  # how long a request may wait for its grammar to be compiled
     max_waiting_tokens: int = 1_000_000  # of prompts whose first token is to come
     keys: KeyRing | None = None  # None: whoever reaches the port may ask
     max_concurrent_per_key: int | None = None  # requests under way
@@ -90,6 +92,7 @@ class ServerState:
     slots: Slots
     backlog: Backlog
     reply_format: ReplyFormat
+    compiler: GrammarCompiler
 
     def check_serving(self) -> None:
         """RequestError 503 unless new work can be taken."""

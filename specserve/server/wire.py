@@ -42,6 +42,32 @@ class PredictionBody(msgspec.Struct, frozen=True, kw_only=True):
     content: str | list[ContentPart] | None = None
 
 
+class JsonSchemaBody(msgspec.Struct, frozen=True, kw_only=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormatBody(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaBody | None = None
+
+
+class StructuredOutputsBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Exactly one of json, json_object, regex, choice, grammar; the names are vLLM's."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool | None = None
+    structural_tag: object = None
+    whitespace_pattern: object = None
+    disable_additional_properties: object = None
+
+
 class Extensions(msgspec.Struct, frozen=True, kw_only=True):
     """What every endpoint that generates takes, beside what it is asked."""
 
@@ -68,6 +94,7 @@ class Extensions(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str | None = None
     speculation: SpeculationBody | None = None
     prediction: PredictionBody | None = None
+    structured_outputs: StructuredOutputsBody | None = None
 
 
 class GenerationBody(Extensions, frozen=True, kw_only=True):
@@ -79,9 +106,9 @@ class GenerationBody(Extensions, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    response_format: ResponseFormatBody | None = None
 
     # Would change the answer; refused unless empty (params.refuse_unsupported).
-    response_format: object = None
     echo: object = None
     truncate_prompt_tokens: object = None
     prompt_logprobs: object = None
@@ -90,7 +117,6 @@ class GenerationBody(Extensions, frozen=True, kw_only=True):
     logits_processors: object = None
     use_beam_search: object = None
     length_penalty: object = None
-    structured_outputs: object = None
     guided_json: object = None
     guided_regex: object = None
     guided_choice: object = None

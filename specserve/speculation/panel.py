@@ -18,11 +18,12 @@ from specserve.drafting import (
     Observer,
     Outcome,
     OutputReader,
+    Selective,
     fault_of,
     leading,
 )
 from specserve.speculation.bench import Bench
-from specserve.types import Ended
+from specserve.types import Ended, Request
 from specserve_observability.logs import get_logger
 
 
@@ -36,6 +37,9 @@ class Panel:
         }
         self._readers = {
             name: drafter for name, drafter in drafters.items() if isinstance(drafter, OutputReader)
+        }
+        self._selective = {
+            name: drafter for name, drafter in drafters.items() if isinstance(drafter, Selective)
         }
         self._vocab_size = vocab_size
         self._bench = Bench(self._drafters)
@@ -60,6 +64,10 @@ class Panel:
     def is_model(self, name: str) -> bool:
         """Whether it runs a model of its own: such a call is decided about before it is made."""
         return self._drafters[name].keeps_kv or bool(self._drafters[name].hidden_layers)
+
+    def serves(self, name: str, request: Request) -> bool:
+        selective = self._selective.get(name)
+        return selective is None or selective.serves(request)
 
     def begin(self, step_idx: int) -> None:
         self._step_idx = step_idx

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.drafting import Draft, Drafter, DraftRow, is_chain, pruned
+from specserve.drafting import NO_DRAFT, Draft, Drafter, DraftRow, is_chain, pruned
 from specserve.speculation.beliefs import Beliefs
 from specserve.speculation.chosen import (
     ChosenDraft,
@@ -30,11 +30,14 @@ from specserve.speculation.chosen import (
 )
 from specserve.speculation.controller import Controller
 from specserve.speculation.costs import UNMEASURED, Profile
+from specserve.speculation.fitting import within_constraint
 from specserve.speculation.offers import AutoRow, Call
 from specserve.speculation.panel import Panel
 from specserve.speculation.recording import Recording
 from specserve.speculation.survival import Judged
 from specserve.types import Ended, RowPlan
+
+_NOTHING = (NO_DRAFT, Judged(NO_DRAFT, [], (), [], 0))
 
 
 class _Proposed(NamedTuple):
@@ -266,10 +269,15 @@ class Speculator:
     def _ask(
         self, name: str, rows: Seq[RowPlan], asked: Seq[tuple[int, int]], width: int
     ) -> dict[int, tuple[Draft, Judged]]:
-        """By row index, what the drafter proposes; empty drafts if it is benched or fails.
+        """By row index, what the drafter proposes; empty drafts if it is benched, fails, or has
+        nothing to do with a row.
 
         asked: (row index, K)
         """
+        answers = dict.fromkeys((idx for idx, _ in asked), _NOTHING)
+        asked = [one for one in asked if self._panel.serves(name, rows[one[0]].request)]
+        if not asked:
+            return answers
         sharpness = self.beliefs.sharpness[name]
         betas = [sharpness.pick() if self._is_model[name] else 1.0 for _ in asked]
         self._step.num_asked += len(asked)
@@ -283,11 +291,11 @@ class Speculator:
         self._draft_seconds += seconds
         if proposals is None:
             proposals = [Draft(kv_len=row.kv_len) for row in draft_rows]
-        answers: dict[int, tuple[Draft, Judged]] = {}
         num_steps = 0
         for (idx, _), draft, beta in zip(asked, proposals, betas, strict=True):
             row = rows[idx]
             draft = self._panel.known_guesses(draft)
+            draft = within_constraint(draft, row.request, row.history)
             judged = self.beliefs.judge(name, row.seq_id, draft)
             answers[idx] = draft, judged
             if not judged.chances:
