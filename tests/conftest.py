@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,12 @@ pytest.register_assert_rewrite(
 
 from specserve.demo import pull_demo  # noqa: E402 (after the registration above)
 from specserve.errors import ModelError  # noqa: E402
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton reads this once, when it is first imported: before any test module is."""
+    if config.getoption("markexpr") != "gpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

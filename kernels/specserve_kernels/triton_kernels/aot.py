@@ -1,0 +1,232 @@
+"""Compiles every kernel for real targets on a machine without a GPU, and reads what came out:
+
+    python -m specserve_kernels.triton_kernels.aot --targets sm_90,gfx942 --kernels norms
+
+Each kernel file's `aot_cases(shape)` calls its own launchers; a stand-in driver names the target,
+and every launch inside becomes a compilation. So what is measured is what a GPU would run, chosen
+by the launcher's own table. Registers and stack come from the machine code (stack > 0 is a spill),
+not from estimates. `BOUNDS` holds what each kernel may use at most; `problems` compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from specserve_kernels.triton_kernels.model_shapes import MODEL_SHAPES
+
+COMMAND = "python -m specserve_kernels.triton_kernels.aot"
+MODULES = ("norms",)
+
+
+@dataclass(frozen=True)
+class Target:
+    """shared_bytes: what one program may have at most on that hardware."""
+
+    backend: str
+    arch: int | str
+    warp_size: int
+    shared_bytes: int
+
+
+TARGETS = {
+    "sm_80": Target("cuda", 80, 32, 166912),
+    "sm_90": Target("cuda", 90, 32, 232448),
+    "gfx942": Target("hip", "gfx942", 64, 65536),
+}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """At most so many registers per thread and bytes of shared memory, on any target."""
+
+    registers: int
+    shared_bytes: int
+
+
+BOUNDS = {
+    "rms_norm_kernel": Bound(64, 256),
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """One compiled kernel. spill_bytes: stack per thread, which only spills use."""
+
+    kernel: str
+    case: str
+    models: tuple[str, ...]
+    target: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    num_warps: int
+    num_stages: int
+
+
+class _StandInDriver:
+    """What a launch asks of a driver before it compiles; nothing ever runs."""
+
+    def __init__(self, name: str) -> None:
+        target = TARGETS[name]
+        self._name = name
+        self._target = GPUTarget(target.backend, target.arch, target.warp_size)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> str:
+        return self._name  # the key of a kernel's compilations: one cache per target
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+@contextmanager
+def _compiling_for(target: str) -> Iterator[list[Any]]:
+    """Inside, launches compile for `target` instead; yields the compiled kernels as they come."""
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        return compiled[-1]
+
+    driver.set_active(_StandInDriver(target))
+    with patch.object(JITFunction, "run", compile_only):
+        yield compiled
+
+
+def measure(targets: Iterable[str], modules: Iterable[str]) -> list[Resources]:
+    """Every case of every model's shape, compiled; shapes that share a binary share a row."""
+    found: dict[tuple[int, str, str], tuple[Any, str, list[str]]] = {}
+    for target in targets:
+        for module in modules:
+            cases = import_module(f"specserve_kernels.triton_kernels.{module}").aot_cases
+            for shape in MODEL_SHAPES:
+                for case in cases(shape):
+                    with _compiling_for(target) as compiled:
+                        case.call()
+                    for binary in compiled:
+                        key = (id(binary), case.name, target)
+                        found.setdefault(key, (binary, case.name, []))[2].append(shape.name)
+    return [
+        _resources(binary, case, tuple(models), target)
+        for (_, _, target), (binary, case, models) in found.items()
+    ]
+
+
+def _resources(binary: Any, case: str, models: tuple[str, ...], target: str) -> Resources:
+    read = _read_cubin if TARGETS[target].backend == "cuda" else _read_amdgcn
+    registers, spill_bytes = read(binary)
+    return Resources(
+        kernel=binary.metadata.name,
+        case=case,
+        models=tuple(dict.fromkeys(models)),
+        target=target,
+        registers=registers,
+        spill_bytes=spill_bytes,
+        shared_bytes=binary.metadata.shared,
+        num_warps=binary.metadata.num_warps,
+        num_stages=binary.metadata.num_stages,
+    )
+
+
+def _read_cubin(binary: Any) -> tuple[int, int]:
+    """(registers, stack bytes) per thread, as the assembler wrote them into the cubin."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        text = subprocess.run(  # noqa: S603 (Triton's own tool, on our own bytes)
+            [str(tool), "-res-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    usage = {key: int(value) for key, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
+    return usage["REG"], usage["STACK"] + usage["LOCAL"]
+
+
+def _read_amdgcn(binary: Any) -> tuple[int, int]:
+    """(vector registers, private bytes) per thread, from the kernel's own metadata."""
+    text = binary.asm["amdgcn"]
+    values = {
+        name: int(found[1])
+        for name in ("vgpr_count", "agpr_count", "private_segment_fixed_size")
+        if (found := re.search(rf"\.{name}:\s+(\d+)", text))
+    }
+    return values["vgpr_count"], values["private_segment_fixed_size"]
+
+
+def problems(rows: Iterable[Resources]) -> list[str]:
+    """One sentence for each compiled kernel that spills or is over its bound."""
+    found = []
+    for row in rows:
+        bound = BOUNDS[row.kernel]
+        checks: tuple[tuple[str, int, int], ...] = (
+            ("bytes of spills", row.spill_bytes, 0),
+            ("registers", row.registers, bound.registers),
+            ("bytes of shared memory", row.shared_bytes, bound.shared_bytes),
+            ("bytes of shared memory", row.shared_bytes, TARGETS[row.target].shared_bytes),
+        )
+        found += [
+            f"{row.kernel} ({row.case}, {row.target}, {row.models[0]}): "
+            f"{value} {what}, {limit} allowed"
+            for what, value, limit in checks
+            if value > limit
+        ]
+    return found
+
+
+def table(rows: Iterable[Resources]) -> str:
+    """A Markdown table, a row per compiled kernel."""
+    lines = [
+        "| kernel | case | target | registers | spill bytes | shared bytes | warps | stages "
+        "| models |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.kernel} | {row.case} | {row.target} | {row.registers} | {row.spill_bytes} "
+        f"| {row.shared_bytes} | {row.num_warps} | {row.num_stages} | {', '.join(row.models)} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str], write: Callable[[str], object] = print) -> int:
+    """Writes the table (or JSON) and what is over its bound; 1 where anything is."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description="What the kernels compile to.")
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--kernels", default=",".join(MODULES), help="files of this folder")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET=1 is set: interpreted kernels cannot be compiled, unset it")
+    rows = measure(options.targets.split(","), options.kernels.split(","))
+    found = problems(rows)
+    if options.json:
+        write(json.dumps({"rows": [asdict(row) for row in rows], "problems": found}))
+    else:
+        write(f"triton {triton.__version__}\n\n{table(rows)}")
+        for problem in found:
+            write(problem)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
