@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any  # decoded JSON
 
 import pytest
@@ -13,10 +13,13 @@ from specserve.server.keys import KeyRing
 from specserve.server.openapi import OPERATIONS
 from specserve.server.state import ServerSettings
 from tests.http_server import CONFIG, Server, a_server
-from tests.raw_http import ask
+from tests.raw_http import Reply, ask
 from tests.scripted import TOOL_TEMPLATE, VOCAB_SIZE, says
+from tests.test_server_messages import TOOL as MESSAGES_TOOL
+from tests.test_server_messages import named_events as message_events
 from tests.test_server_reasoning import THINK_TEMPLATE
-from tests.test_server_responses import REPLY, TOOL, named_events
+from tests.test_server_responses import REPLY, TOOL
+from tests.test_server_responses import named_events as response_events
 from tests.test_server_tools import ADD, CALL, LARGE
 
 pytestmark = pytest.mark.timeout(60)
@@ -70,8 +73,12 @@ async def test_only_with_keys_they_are_asked_for_and_not_on_open_routes() -> Non
     async with a_server(says("hello"), settings=ServerSettings(keys=KeyRing([key]))) as server:
         headers = {"authorization": f"Bearer {key}"}
         said = (await ask(server.port, "GET", "/openapi.json", headers=headers)).json()
-    assert said["components"]["securitySchemes"] == {"bearer": {"type": "http", "scheme": "bearer"}}
-    assert said["paths"]["/v1/completions"]["post"]["security"] == [{"bearer": []}]
+    assert said["components"]["securitySchemes"] == {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    ways = said["paths"]["/v1/completions"]["post"]["security"]
+    assert ways == [{"bearer": []}, {"x-api-key": []}]
     assert "security" not in said["paths"]["/health"]["get"]
 
 
@@ -127,7 +134,12 @@ def beyond(schema: dict[str, Any]) -> Iterator[tuple[bool, object]]:
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "base"), [*BODIES, ("/v1/responses", "ResponsesBody", {"input": "say"})]
+    ("path", "name", "base"),
+    [
+        *BODIES,
+        ("/v1/responses", "ResponsesBody", {"input": "say"}),
+        ("/v1/messages", "MessagesBody", {**CHAT, "max_tokens": 2}),
+    ],
 )
 async def test_each_limit_is_the_servers_own_on_either_side(
     path: str, name: str, base: dict[str, object]
@@ -151,11 +163,15 @@ async def test_each_limit_is_the_servers_own_on_either_side(
                     assert reply.status == 200, (where, reply.body)
                 else:
                     assert reply.status in (400, 404), where
-                    assert reply.error["param"].startswith(field), (where, reply.body)
+                    assert path == "/v1/messages" or reply.error["param"].startswith(field), where
     assert tried >= {"temperature", "top_p", "top_k", "min_p", "seed", "priority"}
     assert tried >= {"presence_penalty", "repetition_penalty", "logit_bias", "cache_salt", "model"}
     assert tried >= {"min_tokens", "stop_token_ids", "request_id"}
-    assert path == "/v1/responses" or tried >= {"n", "stop", "max_tokens"}
+    assert path not in dict.fromkeys(path for path, _, _ in BODIES) or tried >= {
+        "n",
+        "stop",
+        "max_tokens",
+    }
     assert tried >= {"speculation.drafter", "speculation.max_draft_tokens"}
     assert tried >= {"speculation.draft_width"}
 
@@ -266,22 +282,41 @@ async def test_replies_events_and_errors_are_as_described(
         assert conforms(bad, failure, schemas)
 
 
-async def test_responses_and_their_events_are_as_described() -> None:
+ITEMS: list[tuple[str, dict[str, Any], Callable[[Reply], list[Any]], dict[str, Any]]] = [
+    ("/v1/responses", {"input": "say", "max_output_tokens": 12}, response_events, TOOL),
+    ("/v1/messages", {**CHAT, "max_tokens": 12}, message_events, MESSAGES_TOOL),
+]
+
+
+@pytest.mark.parametrize(("path", "cut", "events_of", "tool"), ITEMS)
+async def test_replies_of_several_items_and_their_events_are_as_described(
+    path: str,
+    cut: dict[str, Any],
+    events_of: Callable[[Reply], list[Any]],
+    tool: dict[str, Any],
+) -> None:
     async with a_server(says(REPLY), config=LARGE, template=THINK_TEMPLATE) as server:
         said = await document(server)
         schemas = said["components"]["schemas"]
-        content = said["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
+        responses = said["paths"][path]["post"]["responses"]
+        content = responses["200"]["content"]
+        reply = content["application/json"]["schema"]
+        refusal = responses["default"]["content"]["application/json"]["schema"]
         event = content["text/event-stream"]["schema"]["properties"]
         seen = set()
-        for extra in ({"max_output_tokens": 12}, {"tools": [TOOL], "max_output_tokens": None}):
-            body = {"input": "say", "temperature": 0, **extra}
-            whole = (await server.post("/v1/responses", body)).json()
-            assert conforms(whole, content["application/json"]["schema"], schemas), whole
-            for one in named_events(await server.post("/v1/responses", {**body, "stream": True})):
+        for extra in ({}, {"tools": [tool], [*cut][-1]: 400}):
+            body = {**cut, "temperature": 0, **extra}
+            whole = (await server.post(path, body)).json()
+            assert conforms(whole, reply, schemas), whole
+            assert not conforms({**whole, "model": 5}, reply, schemas)
+            for one in events_of(await server.post(path, {**body, "stream": True})):
                 assert one["type"] in event["event"]["enum"]
                 assert conforms(one, event["data"]["contentSchema"], schemas), one
                 seen.add(one["type"])
-    assert set(event["event"]["enum"]) - seen == {"response.failed"}
+        failure = (await server.post(path, {**cut, "temperature": 5})).json()
+        assert conforms(failure, refusal, schemas)
+    [unseen] = set(event["event"]["enum"]) - seen
+    assert unseen in ("response.failed", "error")
 
 
 async def test_the_servers_own_answers_are_as_described() -> None:

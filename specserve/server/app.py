@@ -22,7 +22,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from specserve.engine import Engine
-from specserve.server import chat, completions, openapi, operations, responses, tokens
+from specserve.server import chat, completions, messages, openapi, operations, responses, tokens
 from specserve.server.backlog import Backlog
 from specserve.server.compiler import GrammarCompiler
 from specserve.server.keys import Slots
@@ -36,6 +36,8 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/v1/completions"): completions.completions,
     ("POST", "/v1/chat/completions"): chat.chat_completions,
     ("POST", "/v1/responses"): responses.responses,
+    ("POST", "/v1/messages"): messages.messages,
+    ("POST", "/v1/messages/count_tokens"): messages.count_tokens,
     ("GET", "/v1/models"): operations.list_models,
     ("GET", "/v1/models/{id}"): operations.get_model,
     ("POST", "/tokenize"): tokens.tokenize,

@@ -20,7 +20,7 @@ from specserve.server.params import (
 from specserve.server.parts import Reader
 from specserve.server.prompts import encode_chat, encode_prediction, text_of
 from specserve.server.readers import reasoning_opened
-from specserve.server.state import CONTEXT, STATE, timed_child
+from specserve.server.state import CONTEXT, STATE, ServerState, timed_child
 from specserve.server.structured import behind_reasoning, constrain, format_of
 from specserve.server.tools import ToolUse, tool_use
 from specserve.server.wire import ChatBody
@@ -38,13 +38,11 @@ async def converse(
 ) -> Conversation:
     """prefix: of the reply's id. param_names: what this endpoint calls a chat's own fields."""
     state = request.app[STATE]
-    check_model(state.engine, body.model)
     refuse_unsupported(body)
     check_stream_options(body)
     params = chat_params(body)
     check_parallel(1, params.n)
-    tools = tool_use(body)
-    state.reply_format.check(tools)
+    tools = _tools(state, body)
     text_format = _format_of(body, tools)
     request[CONTEXT].attributes["gen_ai.operation.name"] = "chat"
     with timed_child(request, "tokenize"):
@@ -66,6 +64,18 @@ async def converse(
     job = await constrain(request, job, text_format)
     readers = [state.reply_format.reader(tools, reasoning_opened=opened) for _ in job.requests]
     return Conversation(job, readers)
+
+
+async def encode_conversation(state: ServerState, body: ChatBody) -> list[int]:
+    """The prompt's token ids, for whoever wants no reply."""
+    return await _encode(state.engine, body, _tools(state, body))
+
+
+def _tools(state: ServerState, body: ChatBody) -> ToolUse:
+    check_model(state.engine, body.model)
+    tools = tool_use(body)
+    state.reply_format.check(tools)
+    return tools
 
 
 def _continued_text(body: ChatBody) -> str:

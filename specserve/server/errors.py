@@ -17,6 +17,7 @@ RETRY_AFTER_SECONDS = 1
 
 # Retried later by every client; told apart from a fault of the request.
 _RETRYABLE = {429, 503}
+_MESSAGES_TYPES = {413: "request_too_large", 503: "overloaded_error"}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
@@ -35,6 +36,18 @@ class ErrorReply(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
+class MessagesErrorDetail(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class MessagesError(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="error"):
+    """The same as /v1/messages has it."""
+
+    error: MessagesErrorDetail
+    request_id: str | None
+
+
 def public_text(text: str) -> str:
     """The part of an internal error's text that may leave: first line, no paths, no addresses."""
     first_line = text.strip().split("\n", 1)[0][:_MAX_PUBLIC_CHARS]
@@ -51,11 +64,20 @@ def error_detail(error: RequestError) -> ErrorDetail:
     return ErrorDetail(error.message, error_type(error.status), error.param, error.code)
 
 
+def messages_error(error: RequestError, request_id: str | None) -> MessagesError:
+    kind = _MESSAGES_TYPES.get(error.status, error_type(error.status))
+    return MessagesError(
+        error=MessagesErrorDetail("api_error" if kind == "server_error" else kind, error.message),
+        request_id=request_id,
+    )
+
+
 def encode_error(error: RequestError) -> bytes:
     return msgspec.json.encode(ErrorReply(error_detail(error)))
 
 
-def error_response(error: RequestError) -> web.Response:
+def error_response(error: RequestError, body: msgspec.Struct | None = None) -> web.Response:
+    """body: as the endpoint spells it; None: as OpenAI's do"""
     headers = {"Cache-Control": "no-store"}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -63,7 +85,7 @@ def error_response(error: RequestError) -> web.Response:
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
     return web.Response(
         status=error.status,
-        body=encode_error(error),
+        body=encode_error(error) if body is None else msgspec.json.encode(body),
         content_type="application/json",
         headers=headers,
     )

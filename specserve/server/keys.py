@@ -51,12 +51,18 @@ class KeyRing:
         return found
 
     def identify(self, request: web.Request) -> int:
-        """Index of the key that the request carries; RequestError 401 without a valid one."""
+        """Index of the key that the request carries; RequestError 401 without a valid one.
+
+        Anthropic's clients send x-api-key, which counts where there is no Authorization.
+        """
         given = request.headers.getall("authorization", [])
+        if not given:
+            given = [f"Bearer {key}" for key in request.headers.getall("x-api-key", [])]
         scheme, _, key = given[0].strip().partition(" ") if len(given) == 1 else ("", "", "")
         if scheme.lower() != "bearer":
             raise _unauthorized(
-                "this server asks for an API key: send one header `Authorization: Bearer KEY`",
+                "this server asks for an API key: send one header `Authorization: Bearer KEY` or "
+                "`x-api-key: KEY`",
                 "missing_api_key",
             )
         # What is not UTF-8 arrives as surrogates.

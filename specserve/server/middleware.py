@@ -18,6 +18,8 @@ from specserve.server.state import CONTEXT, STATE, RequestContext
 from specserve_observability.logs import get_logger
 
 REQUEST_ID_PATTERN = "[A-Za-z0-9._:-]{1,128}"
+# Their errors have Anthropic's shape.
+MESSAGES_ROUTES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 # What a span says of a client that left; there is no reply to carry it.
 CLIENT_CLOSED_REQUEST = 499
 
@@ -107,12 +109,12 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         with _slot(request, _key_of(request)):
             return await handler(request)
     except (RequestError, EngineError) as error:
-        return errors.error_response(errors.public_error(error))
+        return _refusal(request, errors.public_error(error))
     except web.HTTPException as error:
         if error.status < 400:
             raise
         refusal = errors.from_http_exception(error, method=request.method, path=request.path)
-        response = errors.error_response(refusal)
+        response = _refusal(request, refusal)
         if isinstance(error, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = error.headers["Allow"]
         return response
@@ -120,7 +122,14 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise
     except Exception:
         _log.exception("request_failed", request_id=request[CONTEXT].request_id)
-        return errors.error_response(errors.internal_error())
+        return _refusal(request, errors.internal_error())
+
+
+def _refusal(request: web.Request, error: RequestError) -> web.Response:
+    if _route_name(request) in MESSAGES_ROUTES:
+        body = errors.messages_error(error, request[CONTEXT].request_id)
+        return errors.error_response(error, body)
+    return errors.error_response(error)
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -17,9 +17,10 @@ from msgspec import UNSET
 import specserve
 from specserve import admission
 from specserve.admission import Limits
-from specserve.server import params, replies, response_replies, wire
-from specserve.server.errors import ErrorDetail, ErrorReply
+from specserve.server import errors, message_replies, params, replies, response_replies, wire
+from specserve.server.errors import ErrorReply, MessagesError
 from specserve.server.keys import OPEN_ROUTES
+from specserve.server.message_wire import CountTokensBody, MessagesBody
 from specserve.server.middleware import REQUEST_ID_PATTERN
 from specserve.server.prompts import ROLES, TEMPLATE_SWITCHES
 from specserve.server.response_wire import ResponsesBody
@@ -40,6 +41,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     reply: type[msgspec.Struct] | None = None  # None: text
     events: tuple[type[msgspec.Struct], ...] = ()
     framing: Framing = DONE_MARKED
+    error: type[msgspec.Struct] = ErrorReply
     required: tuple[str, ...] = ()  # fields of the body that null cannot stand for
 
 
@@ -65,6 +67,22 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         events=get_args(response_replies.ResponseEvent),
         framing=NAMED,
         required=("input",),
+    ),
+    ("POST", "/v1/messages"): Operation(
+        summary="Reply in a conversation, as Anthropic's clients have it",
+        body=MessagesBody,
+        reply=message_replies.Message,
+        events=(*get_args(message_replies.MessageEvent), MessagesError),
+        framing=NAMED,
+        error=MessagesError,
+        required=("messages", "max_tokens"),
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        summary="How many tokens such a conversation has",
+        body=CountTokensBody,
+        reply=message_replies.TokenCount,
+        error=MessagesError,
+        required=("messages",),
     ),
     ("GET", "/v1/models"): Operation(summary="The model served", reply=replies.ModelList),
     ("GET", "/v1/models/{id}"): Operation(summary="One model by name", reply=replies.ModelCard),
@@ -105,11 +123,14 @@ def document(limits: Limits, model_name: str, *, keyed: bool) -> Json:
     for (method, path), operation in OPERATIONS.items():
         described = _operation(operation, path)
         if keyed and path not in OPEN_ROUTES:
-            described["security"] = [{"bearer": []}]
+            described["security"] = [{"bearer": []}, {"x-api-key": []}]
         paths.setdefault(path, {})[method.lower()] = described
     components: Json = {"schemas": {**_schemas(limits, model_name)}}
     if keyed:
-        components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+        components["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
     return {
         "openapi": "3.1.0",
         "info": {"title": "specserve", "version": specserve.__version__},
@@ -129,7 +150,7 @@ def _operation(operation: Operation, path: str) -> Json:
         content = {"application/json": {"schema": _reference(operation.reply)}}
     if operation.events:
         content["text/event-stream"] = {"schema": _event(operation)}
-    failed: Json = {"application/json": {"schema": _reference(ErrorReply)}}
+    failed: Json = {"application/json": {"schema": _reference(operation.error)}}
     described: Json = {
         "summary": operation.summary,
         "responses": {
@@ -183,7 +204,7 @@ def _schemas(limits: Limits, model_name: str) -> dict[str, Json]:
     bodies = [one for one in OPERATIONS.values() if one.body is not None]
     kinds = [*(one.body for one in bodies), *(one.reply for one in OPERATIONS.values())]
     kinds += [kind for one in OPERATIONS.values() for kind in one.events]
-    kinds.append(ErrorReply)
+    kinds += [one.error for one in OPERATIONS.values()]
     _, schemas = msgspec.json.schema_components(
         dict.fromkeys(kind for kind in kinds if kind is not None),
         schema_hook=_schema_of_object,
@@ -203,9 +224,9 @@ def _schemas(limits: Limits, model_name: str) -> dict[str, Json]:
 
 def _require_what_is_always_sent(schemas: dict[str, Json]) -> None:
     """To msgspec a field with a default is optional, but in a reply only UNSET is left out."""
-    modules = (replies, response_replies)
+    modules = (replies, response_replies, message_replies, errors)
     kinds = [kind for one in modules for kind in vars(one).values() if isinstance(kind, type)]
-    for kind in (*kinds, ErrorReply, ErrorDetail):
+    for kind in kinds:
         if issubclass(kind, msgspec.Struct) and kind.__name__ in schemas:
             config = kind.__struct_config__
             required: list[JsonValue] = [] if config.tag_field is None else [config.tag_field]
@@ -258,6 +279,8 @@ def struct_ranges(limits: Limits) -> dict[str, dict[str, Json]]:
         "MessageBody": {"role": {"enum": [*ROLES]}},
         "FunctionBody": {"name": {"pattern": f"^{NAME_PATTERN}$"}},
         "ToolBody": {"type": {"enum": ["function"]}},
+        "InTool": {"type": {"enum": ["custom", None]}, "name": {"pattern": f"^{NAME_PATTERN}$"}},
+        "InMessage": {"role": {"enum": ["user", "assistant"]}},
         "ResponsesBody": {"input": {"minLength": 1, "minItems": 1}},
         "ResponseTool": {"type": {"enum": ["function"]}, "name": {"pattern": f"^{NAME_PATTERN}$"}},
         "SpeculationBody": {
@@ -282,6 +305,7 @@ def body_ranges(limits: Limits, model_name: str) -> dict[str, Json]:
         "min_tokens": _between(0, limits.max_model_len - 1),
         "top_logprobs": _between(0, admission.MAX_LOGPROBS),
         "stop": {**stop, "maxItems": admission.MAX_STOP_STRINGS, "items": {**stop}},
+        "stop_sequences": {"maxItems": admission.MAX_STOP_STRINGS, "items": {**stop}},
         "stop_token_ids": {"maxItems": admission.MAX_STOP_TOKEN_IDS, "items": {**token_id}},
         "logit_bias": {
             "maxProperties": admission.MAX_LOGIT_BIAS,

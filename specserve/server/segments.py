@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Literal
 
@@ -18,7 +19,7 @@ class Segment(msgspec.Struct, kw_only=True):
     text: str = ""
     call_id: str = ""
     name: str = ""
-    whole: bool = False  # it has ended by itself, and was not cut
+    whole: bool = False  # it has ended by itself; of a call: its arguments are a JSON object
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -70,5 +71,12 @@ class Segments:
         if self._open is None:
             return []
         closed, self._open = self._open, None
-        closed.whole = whole
+        closed.whole = _is_object(closed.text) if closed.kind == "call" else whole
         return [Change("closed", closed)]
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
