@@ -13,14 +13,14 @@ from typing import Literal, Protocol
 
 import msgspec
 
-GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a text must match, as it was asked for; not checked yet.
 
     text:    json_schema: the schema as JSON; regex; choice: a JSON list of strings; grammar: Lark
-             or GBNF
+             or GBNF; lark: Lark for certain
     param:   the field that asked for it, for messages
     compact: of json_schema: no white space between a text's parts
     after:   a token behind whose first occurrence it holds; None: from the beginning

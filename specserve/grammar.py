@@ -123,6 +123,8 @@ def _source(spec: GrammarSpec) -> str:
                 return llguidance.LLMatcher.grammar_from_json_schema(spec.text, overrides=options)
             case "regex":
                 return llguidance.LLMatcher.grammar_from_regex(spec.text)
+            case "lark":
+                return llguidance.LLMatcher.grammar_from_lark(spec.text)
             case "choice" | "grammar":
                 return llguidance.grammar_from(spec.kind, spec.text)
     except ValueError as error:

@@ -25,17 +25,32 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     closes: what may stand behind one
     bare:   a reply that begins with an object may be a call, without `opens`
     keys:   that a call may have; None: any
+    before, after, between: as the model itself writes calls, between two of them
+    arguments: the key of the arguments, likewise
     """
 
     opens: str
     closes: str
     bare: bool
     keys: frozenset[str] | None
+    before: str
+    after: str
+    between: str
+    arguments: str
 
 
 CALL_FORMATS: dict[str, CallFormat] = {
     # <tool_call>{"name": …, "arguments": {…}}</tool_call>, of Hermes, Qwen 2.5 and Qwen 3
-    "hermes": CallFormat(opens="<tool_call>", closes="</tool_call>", bare=False, keys=None),
+    "hermes": CallFormat(
+        opens="<tool_call>",
+        closes="</tool_call>",
+        bare=False,
+        keys=None,
+        before="<tool_call>\n",
+        after="\n</tool_call>",
+        between="\n",
+        arguments="arguments",
+    ),
     # {"name": …, "parameters": {…}}, separated by ";", perhaps behind a tag, of Llama 3.1 and 3.2
     "llama3_json": CallFormat(
         opens="<|python_tag|>",
@@ -43,6 +58,10 @@ CALL_FORMATS: dict[str, CallFormat] = {
         bare=True,
         # Without marks an object is all there is to go by: the first odd key shows it is no call.
         keys=ARGUMENT_KEYS | {"name", "type", "id"},
+        before="",
+        after="",
+        between="; ",
+        arguments="parameters",
     ),
 }
 

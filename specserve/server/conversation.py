@@ -10,6 +10,7 @@ from aiohttp import web
 from specserve.constraint import GrammarSpec
 from specserve.engine import Engine
 from specserve.errors import RequestError
+from specserve.server.call_grammar import call_grammar
 from specserve.server.job import Job, check_model, make_job
 from specserve.server.params import (
     chat_params,
@@ -43,7 +44,7 @@ async def converse(
     params = chat_params(body)
     check_parallel(1, params.n)
     tools = _tools(state, body)
-    text_format = _format_of(body, tools)
+    text_format = _format_of(state, body, tools)
     request[CONTEXT].attributes["gen_ai.operation.name"] = "chat"
     with timed_child(request, "tokenize"):
         prompt_ids = await _encode(state.engine, body, tools)
@@ -85,7 +86,7 @@ def _continued_text(body: ChatBody) -> str:
     return text_of(body.messages[-1].content or "", "messages")
 
 
-def _format_of(body: ChatBody, tools: ToolUse) -> GrammarSpec | None:
+def _format_of(state: ServerState, body: ChatBody, tools: ToolUse) -> GrammarSpec | None:
     spec = format_of(body)
     if spec is not None and tools.names:
         raise RequestError(
@@ -93,7 +94,10 @@ def _format_of(body: ChatBody, tools: ToolUse) -> GrammarSpec | None:
             "one of them out",
             param=spec.param,
         )
-    return spec
+    layout = state.reply_format.calls
+    if not tools.forced or layout is None:
+        return spec
+    return call_grammar(layout, tools.forced, several=tools.max_calls is None)
 
 
 async def _encode(engine: Engine, body: ChatBody, tools: ToolUse) -> list[int]:

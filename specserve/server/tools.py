@@ -17,11 +17,16 @@ CHOICES = ("none", "auto", "required")
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """for_template: as chat templates take them; empty where the model is to call nothing"""
+    """for_template: as chat templates take them; empty where the model is to call nothing
+    names:     of functions that it may call
+    max_calls: None: as many as it likes
+    forced:    functions one of which it must call; (): it may say what it likes
+    """
 
     for_template: list[dict[str, Any]] = []
     names: frozenset[str] = frozenset()
-    max_calls: int | None = None  # None: as many as it likes
+    max_calls: int | None = None
+    forced: tuple[FunctionBody, ...] = ()
 
 
 def tool_use(body: ChatBody) -> ToolUse:
@@ -32,16 +37,13 @@ def tool_use(body: ChatBody) -> ToolUse:
     if not functions or choice == "none":
         # A model that is told of functions calls them: then what it says would be no text.
         return ToolUse()
-    if choice != "auto":
-        raise RequestError(
-            f"tool_choice is {choice!r}: this server cannot force a call yet, use 'auto' or 'none'",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
+    named = isinstance(body.tool_choice, ToolChoiceBody)
+    called = [one for one in functions if one.name == choice] if named else functions
     return ToolUse(
         for_template=[_for_template(function) for function in functions],
-        names=frozenset(function.name for function in functions),
-        max_calls=1 if body.parallel_tool_calls is False else None,
+        names=frozenset(function.name for function in called),
+        max_calls=1 if named or body.parallel_tool_calls is False else None,
+        forced=tuple(called) if named or choice == "required" else (),
     )
 
 
