@@ -102,8 +102,8 @@ class ServeOptions(EngineOptions, frozen=True, kw_only=True):
     tool_call_parser: Annotated[
         Literal["auto", "none", "hermes", "llama3_json"],
         _help(
-            "how the model writes calls of tools; auto: as its chat template does; none: tools are "
-            "refused"
+            "how the model writes calls of tools; auto: as its chat template does, or hermes, in "
+            "its messages, where that knows none; none: tools are refused"
         ),
     ] = "auto"
     reasoning_parser: Annotated[

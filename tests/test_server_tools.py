@@ -212,16 +212,64 @@ async def test_a_tool_that_cannot_be_used_is_refused_by_name(
         assert (await server.chat()).status == 200
 
 
-async def test_a_model_that_cannot_be_told_of_tools_or_be_understood_refuses_them() -> None:
-    async with a_server(says("hello")) as server:
-        reply = await server.chat(tools=[ADD])
-        assert (reply.status, reply.error["param"]) == (400, "tools")
-        assert "chat template" in reply.error["message"]
-        assert (await server.chat(tools=[ADD], tool_choice="none")).status == 200
+async def test_a_model_that_cannot_be_understood_refuses_tools() -> None:
     async with a_tool_server("hello", parser="none") as server:
         reply = await server.chat(tools=[ADD])
         assert (reply.status, reply.error["param"]) == (400, "tools")
         assert "--tool-call-parser hermes" in reply.error["message"]
+        assert (await server.chat(tools=[ADD], tool_choice="none")).status == 200
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be short."},
+    USER,
+    {
+        "role": "assistant",
+        "content": "Well.",
+        "tool_calls": [
+            {"id": "c1", "function": {"name": "add", "arguments": '{"a": "<|end|>"}'}},
+            {"id": "c2", "function": {"name": "add", "arguments": "{oops"}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    {"role": "tool", "tool_call_id": "c2", "content": "4"},
+]
+
+
+async def test_where_the_template_knows_no_tools_the_messages_tell_of_them() -> None:
+    async with a_server(says(CALL), config=LARGE) as server:
+        options = {"return_token_ids": True, "max_tokens": 200}
+        reply = await server.chat(messages=HISTORY, tools=[ADD], **options)
+        without = await rendered(server, await server.chat(messages=HISTORY, **options))
+        text = await rendered(server, reply)
+        first = await server.chat(tools=[ADD], **options)
+        fresh = await rendered(server, first)
+    [call] = first.json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": ARGUMENTS}
+    assert without == (
+        "Be short.<|user|>say<|assistant|>Well.\n"
+        '<tool_call>\n{"name": "add", "arguments": {"a":"<|end|>"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "add", "arguments": {oops}\n</tool_call>'
+        "<|user|><tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response>"
+        "<|assistant|>"
+    )
+    system, rest = text.split("<|user|>", 1)
+    assert rest == without.split("<|user|>", 1)[1]
+    assert system.startswith("Be short.\n\nYou can use these functions.")
+    assert json.dumps(ADD["function"], separators=(",", ":")) in system
+    assert '<tool_call>\n{"name": "NAME", "arguments": {ARGUMENTS}}\n</tool_call>' in system
+    assert fresh == system.removeprefix("Be short.\n\n") + "<|user|>say<|assistant|>"
+    assert server.engine.tokenizer.token_id("<|end|>") not in reply.json()["prompt_token_ids"]
+
+
+async def test_tokenize_counts_tools_and_switches_as_a_chat_does() -> None:
+    async with a_tool_server("hello") as server:
+        chat: dict[str, Any] = {"messages": HISTORY, "tools": [ADD]}
+        count = (await server.post("/tokenize", chat)).json()["count"]
+        usage = (await server.chat(**chat, max_tokens=1)).json()["usage"]
+        assert count == usage["prompt_tokens"]
+        bad = await server.post("/tokenize", {**chat, "tools": [ADD, ADD]})
+        assert (bad.status, bad.error["param"]) == (400, "tools[1].function.name")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +283,8 @@ async def test_a_model_that_cannot_be_told_of_tools_or_be_understood_refuses_the
         ),
         ("{{ tools }}<|python_tag|>", "<|python_tag|>"),
         ("{{ tools }}", None),
-        ("{% if tools %}", None),
+        ("{% if tools %}", "<tool_call>"),
+        ("{{ messages }}", "<tool_call>"),
     ],
 )
 def test_how_a_model_writes_calls_is_read_off_its_template(
@@ -243,5 +292,7 @@ def test_how_a_model_writes_calls_is_read_off_its_template(
 ) -> None:
     layout = ReplyFormat.of(byte_tokenizer(template), "auto", "auto")
     assert (layout.calls.opens if layout.calls else None) == opens
-    assert layout.takes_tools == (template != "{% if tools %}")
+    takes_tools = template not in ("{% if tools %}", "{{ messages }}")
+    assert layout.takes_tools == takes_tools
+    assert layout.told_in_text == (None if takes_tools else layout.calls)
     assert ReplyFormat.of(byte_tokenizer(template), "hermes", "none").calls is not None

@@ -8,7 +8,6 @@ import msgspec
 from aiohttp import web
 
 from specserve.constraint import GrammarSpec
-from specserve.engine import Engine
 from specserve.errors import RequestError
 from specserve.server.call_grammar import call_grammar
 from specserve.server.job import Job, check_model, make_job
@@ -47,7 +46,7 @@ async def converse(
     text_format = _format_of(state, body, tools)
     request[CONTEXT].attributes["gen_ai.operation.name"] = "chat"
     with timed_child(request, "tokenize"):
-        prompt_ids = await _encode(state.engine, body, tools)
+        prompt_ids = await _encode(state, body, tools)
         prediction_ids = await encode_prediction(state.engine, body.prediction)
     job = make_job(
         request,
@@ -69,7 +68,7 @@ async def converse(
 
 async def encode_conversation(state: ServerState, body: ChatBody) -> list[int]:
     """The prompt's token ids, for whoever wants no reply."""
-    return await _encode(state.engine, body, _tools(state, body))
+    return await _encode(state, body, _tools(state, body))
 
 
 def _tools(state: ServerState, body: ChatBody) -> ToolUse:
@@ -100,17 +99,10 @@ def _format_of(state: ServerState, body: ChatBody, tools: ToolUse) -> GrammarSpe
     return call_grammar(layout, tools.forced, several=tools.max_calls is None)
 
 
-async def _encode(engine: Engine, body: ChatBody, tools: ToolUse) -> list[int]:
+async def _encode(state: ServerState, body: ChatBody, tools: ToolUse) -> list[int]:
+    tell_in_text = state.reply_format.told_in_text
     try:
-        return await encode_chat(
-            engine,
-            body.messages,
-            tools=tools.for_template,
-            template_kwargs=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            add_special_tokens=bool(body.add_special_tokens),
-        )
+        return await encode_chat(state.engine, body, tools, tell_in_text=tell_in_text)
     except RecursionError:
         raise RequestError(
             "the tools, or the arguments of an earlier call, are nested too deeply", param="tools"

@@ -11,8 +11,10 @@ from typing import Any  # JSON that is passed on as it is
 from specserve.chat_template import render_chat
 from specserve.engine import Engine
 from specserve.errors import RequestError
-from specserve.server.tools import calls_for_template
-from specserve.server.wire import ContentPart, MessageBody, PredictionBody, Prompt
+from specserve.server.call_reader import CallFormat
+from specserve.server.tool_prompt import told_in_text
+from specserve.server.tools import ToolUse, calls_for_template
+from specserve.server.wire import ChatBody, ContentPart, MessageBody, PredictionBody, Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Whether to reason, as Qwen's and DeepSeek's templates ask.
@@ -82,32 +84,27 @@ async def encode_prompts(
 
 
 async def encode_chat(
-    engine: Engine,
-    messages: list[MessageBody] | None,
-    *,
-    tools: list[dict[str, Any]],
-    template_kwargs: dict[str, Any] | None,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool | None,
-    add_special_tokens: bool,
+    engine: Engine, body: ChatBody, tools: ToolUse, *, tell_in_text: CallFormat | None
 ) -> list[int]:
     """The prompt of a conversation through the model's chat template.
 
+    tell_in_text: the chat template knows no tools, so messages tell of them; None: it does
+
     Templates write their own special tokens, so add_special_tokens would double the first.
-    tools: as templates take them. template_kwargs: further variables, of TEMPLATE_SWITCHES
     """
-    if add_special_tokens:
+    if body.add_special_tokens:
         raise RequestError(
             "add_special_tokens is true, but the chat template adds them itself: leave it out",
             param="add_special_tokens",
             code="unsupported_parameter",
         )
-    if continue_final_message and add_generation_prompt:
+    continued = bool(body.continue_final_message)
+    if continued and body.add_generation_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt are both true: choose one",
             param="continue_final_message",
         )
-    plain = plain_messages(messages)
+    plain = plain_messages(body.messages)
     max_model_len = engine.limits.max_model_len
     if len(plain) > max_model_len:  # templates spend a token at least on each
         raise RequestError(
@@ -117,23 +114,26 @@ async def encode_chat(
             code="context_length_exceeded",
         )
     check_text_size(_num_chars(plain), max_model_len, "messages")
-    check_text_size(_num_chars(tools), max_model_len, "tools")
-    if continue_final_message and plain[-1]["role"] != "assistant":
+    check_text_size(_num_chars(tools.for_template), max_model_len, "tools")
+    if continued and plain[-1]["role"] != "assistant":
         raise RequestError(
             "continue_final_message is true but the last message is not the assistant's",
             param="continue_final_message",
         )
+    for_template = tools.for_template
+    if tell_in_text is not None:
+        plain, for_template = told_in_text(plain, for_template, tell_in_text), []
+    switches = _switches(body.chat_template_kwargs)
 
     def render() -> list[int]:
         return list(
             render_chat(
                 engine.tokenizer,
                 plain,
-                tools=tools or None,
-                template_kwargs=_switches(template_kwargs),
-                add_generation_prompt=add_generation_prompt is not False
-                and not continue_final_message,
-                continue_final_message=bool(continue_final_message),
+                tools=for_template or None,
+                template_kwargs=switches,
+                add_generation_prompt=body.add_generation_prompt is not False and not continued,
+                continue_final_message=continued,
             )
         )
 

@@ -45,7 +45,8 @@ class ReplyFormat(msgspec.Struct, frozen=True, kw_only=True):
         reasoning_parser: a name of REASONING, or auto
         """
         template = tokenizer.chat_template or ""
-        name = _call_format_of(template) if tool_call_parser == "auto" else tool_call_parser
+        takes = takes_tools(template)
+        name = _call_format_of(template, takes) if tool_call_parser == "auto" else tool_call_parser
         calls = CALL_FORMATS.get(name)
         if reasoning_parser == "auto":
             reasoning_parser = "qwen3" if CLOSES in template else "none"
@@ -53,27 +54,29 @@ class ReplyFormat(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             calls=calls,
             reasoning=REASONING[reasoning_parser],
-            takes_tools=takes_tools(template),
+            takes_tools=takes,
             special=frozenset(
                 mark for mark in marks if tokenizer.token_id(mark) in tokenizer.special_ids
             ),
         )
 
     def check(self, tools: ToolUse) -> None:
-        """RequestError where the model cannot be told of tools, or its calls cannot be read."""
+        """RequestError where the model's calls cannot be read."""
         if not tools.names:
             return
-        if not self.takes_tools:
-            why = "this model's chat template cannot tell it of tools: serve one that was made "
-            why += "for them, or describe them in a message"
-        elif self.calls is None:
-            why = "how this model writes calls is not known here: start the server with "
-            why += f"--tool-call-parser {' or '.join(CALL_FORMATS)}"
-        else:
-            return
-        raise RequestError(
-            f"tools cannot be used: {why}", param="tools", code="unsupported_parameter"
-        )
+        if self.calls is None:
+            raise RequestError(
+                "tools cannot be used: how this model writes calls is not known here: start the "
+                f"server with --tool-call-parser {' or '.join(CALL_FORMATS)}",
+                param="tools",
+                code="unsupported_parameter",
+            )
+
+    @property
+    def told_in_text(self) -> CallFormat | None:
+        """How calls are written where only messages can tell the model of tools; None: its chat
+        template does."""
+        return None if self.takes_tools else self.calls
 
     def reader(self, tools: ToolUse, *, reasoning_opened: bool) -> Reader:
         """reasoning_opened: by the prompt"""
@@ -110,8 +113,11 @@ def reasoning_opened(tokenizer: Tokenizer, prompt_ids: Seq[int], continued: str)
     return end.rstrip().endswith(OPENS)
 
 
-def _call_format_of(template: str) -> str:
-    """What a template writes into the history is what its model writes."""
+def _call_format_of(template: str, takes_tools: bool) -> str:
+    """What a template writes into the history is what its model writes. Where it knows nothing of
+    tools, messages tell the model how to write calls."""
+    if not takes_tools:
+        return "hermes"
     if "<tool_call>" in template and "<function=" not in template:
         return "hermes"
     if "<|python_tag|>" in template or '{"name": function name, "parameters":' in template:

@@ -7,11 +7,22 @@ from aiohttp import web
 from specserve.errors import RequestError
 from specserve.server.answer import json_response
 from specserve.server.body import read_body
+from specserve.server.conversation import encode_conversation
 from specserve.server.job import check_model
-from specserve.server.prompts import check_ids, encode_chat, encode_prompts
+from specserve.server.prompts import check_ids, encode_prompts
 from specserve.server.replies import DetokenizeReply, TokenizeReply
 from specserve.server.state import STATE
-from specserve.server.wire import DetokenizeBody, TokenizeBody
+from specserve.server.wire import ChatBody, DetokenizeBody, TokenizeBody, convert_body
+
+_OF_A_CHAT = (
+    "model",
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+)
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -21,15 +32,8 @@ async def tokenize(request: web.Request) -> web.Response:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     if body.prompt is None:
-        token_ids = await encode_chat(
-            engine,
-            body.messages,
-            tools=[],
-            template_kwargs=None,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            add_special_tokens=bool(body.add_special_tokens),
-        )
+        chat = {name: getattr(body, name) for name in _OF_A_CHAT}
+        token_ids = await encode_conversation(request.app[STATE], convert_body(chat, ChatBody))
     else:
         [token_ids] = await encode_prompts(
             engine, [body.prompt], add_special_tokens=body.add_special_tokens is not False
