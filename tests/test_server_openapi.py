@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any  # decoded JSON
@@ -354,3 +355,25 @@ async def test_prompts_and_roles_that_are_offered_are_taken_and_no_others() -> N
             messages = [{"role": name, "content": "say"}]
             taken = (await server.chat(messages=messages, max_tokens=1)).status == 200
             assert taken == conforms(name, role, schemas), name
+
+
+FIELDS = {"text": "a", "refusal": "a", "content": "a", "role": "user", "name": "f", "output": "a"}
+KINDS: list[tuple[str, str, dict[str, Any]]] = [
+    ("ContentPart", "/v1/chat/completions", {"messages": [{"role": "user", "content": ["HERE"]}]}),
+    ("InputItem", "/v1/responses", {"input": ["HERE"]}),
+    ("InputPart", "/v1/responses", {"input": [{"role": "user", "content": ["HERE"]}]}),
+]
+
+
+@pytest.mark.parametrize(("name", "path", "body"), KINDS)
+async def test_kinds_of_parts_that_are_offered_are_taken_and_no_others(
+    name: str, path: str, body: dict[str, Any]
+) -> None:
+    async with a_server(says("hello")) as server:
+        schemas = (await document(server))["components"]["schemas"]
+        kinds = schemas[name]["properties"]["type"]["enum"]
+        for kind in (*kinds, "foo", "", "image_url", "input_image"):
+            part = json.dumps({"type": kind, **FIELDS})
+            asked = json.dumps(body).replace('"HERE"', part).encode()
+            reply = await server.post(path, asked)
+            assert (reply.status == 200) == (kind in kinds), (kind, reply.body)

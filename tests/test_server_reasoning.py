@@ -111,6 +111,23 @@ async def test_reasoning_is_the_same_whole_and_streamed_whoever_guesses(
     assert whole["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_reasoning_tokens_are_counted_once_all_replies_are_whole(n: int) -> None:
+    thought = n * len("<think>é so</think>".encode())
+    streaming = {"stream": True, "n": n, "stream_options": {"include_usage": True}}
+    async with a_thinking_server("<think>é so</think>then 🎉") as server:
+        whole = (await server.chat(n=n)).json()["usage"]
+        *chunks, last, _ = (await server.chat(**streaming)).events
+        streaming["stream_options"] = {"continuous_usage_stats": True}
+        running = (await server.chat(**streaming)).events[0]["usage"]
+        plain = (await server.complete()).json()["usage"]
+    for usage in (whole, last["usage"]):
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": thought}
+    assert "completion_tokens_details" not in running
+    assert "completion_tokens_details" not in plain
+    assert chunks
+
+
 async def test_a_reply_that_was_cut_while_reasoning_has_no_content() -> None:
     async with a_thinking_server("<think>so it is</think>then") as server:
         whole = (await server.chat(max_tokens=12)).json()["choices"][0]

@@ -11,9 +11,9 @@ from msgspec import UNSET
 from specserve.server.answer import answer
 from specserve.server.body import read_body
 from specserve.server.choices import ChoiceShape
-from specserve.server.conversation import Conversation, converse
+from specserve.server.conversation import Conversation, Voice, converse
 from specserve.server.logprobs import chat_logprobs
-from specserve.server.parts import CallArguments, CallStart, Part, Reader, Reasoning, Text, joined
+from specserve.server.parts import CallArguments, CallStart, Part, Reasoning, Text, joined
 from specserve.server.replies import (
     ChatChoice,
     ChatChunk,
@@ -56,25 +56,24 @@ class ChatShape(ChoiceShape):
 
     def __init__(self, chat: Conversation, tokenizer: Tokenizer) -> None:
         super().__init__(chat.job)
-        self._readers = chat.readers
+        self._voices = chat.voices
         self._tokenizer = tokenizer
         self._started: set[int] = set()
 
     def events(self, idx: int, chunk: TokenChunk, tally: Tally) -> list[msgspec.Struct]:
         events: list[msgspec.Struct] = []
-        reader = self._readers[idx]
-        parts = reader.push(chunk.text)
-        if chunk.finish_reason is not None:
-            parts += reader.finish()
+        voice = self._voices[idx]
+        parts = voice.read(chunk)
         if idx not in self._started or parts or self._shows_tokens(chunk):
             content = self._content(idx, chunk, parts)
             events.append(self._chunk(content, tally, first=not self._started))
             self._started.add(idx)
         if chunk.finish_reason is not None:
+            tally.add_reasoning(idx, voice.num_reasoning_tokens)
             finish = ChatChunkChoice(
                 index=idx,
                 delta=Delta(),
-                finish_reason=_finish_reason(chunk, reader),
+                finish_reason=_finish_reason(chunk, voice),
                 stop_reason=chunk.stop_reason,
             )
             events.append(self._chunk(finish, tally, last=tally.complete))
@@ -123,23 +122,26 @@ class ChatShape(ChoiceShape):
 
     def whole(self, chunks: list[TokenChunk], tally: Tally) -> msgspec.Struct:
         job = self._job
+        choices = [self._choice(idx, chunk) for idx, chunk in enumerate(chunks)]
+        for idx, voice in enumerate(self._voices):
+            tally.add_reasoning(idx, voice.num_reasoning_tokens)
         return ChatCompletion(
             id=job.reply_id,
             created=job.created,
             model=job.model,
-            choices=[self._choice(idx, chunk) for idx, chunk in enumerate(chunks)],
+            choices=choices,
             usage=tally.usage(),
             metrics=tally.metrics(),
             prompt_token_ids=job.prompts[0] if job.return_token_ids else UNSET,
         )
 
     def _choice(self, idx: int, chunk: TokenChunk) -> ChatChoice:
-        reader = self._readers[idx]
+        voice = self._voices[idx]
         return ChatChoice(
             index=idx,
-            message=_message([*reader.push(chunk.text), *reader.finish()]),
+            message=_message(voice.read(chunk)),
             logprobs=self._logprobs(chunk),
-            finish_reason=_finish_reason(chunk, reader),
+            finish_reason=_finish_reason(chunk, voice),
             stop_reason=chunk.stop_reason,
             token_ids=list(chunk.token_ids) if self._job.return_token_ids else UNSET,
         )
@@ -150,10 +152,10 @@ class ChatShape(ChoiceShape):
         return chat_logprobs(self._tokenizer, chunk.token_ids, chunk.logprobs)
 
 
-def _finish_reason(chunk: TokenChunk, reader: Reader) -> ChatFinishReason:
+def _finish_reason(chunk: TokenChunk, voice: Voice) -> ChatFinishReason:
     """tool_calls says that the calls are to be made: they are whole, and nothing cut the reply."""
     reason = finish_reason(chunk)
-    return "tool_calls" if reason == "stop" and reader.calls else reason
+    return "tool_calls" if reason == "stop" and voice.calls else reason
 
 
 def _message(parts: Seq[Part]) -> ChatMessage:

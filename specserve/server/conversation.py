@@ -17,20 +17,47 @@ from specserve.server.params import (
     check_stream_options,
     refuse_unsupported,
 )
-from specserve.server.parts import Reader
+from specserve.server.parts import Part, Reader
 from specserve.server.prompts import encode_chat, encode_prediction, text_of
 from specserve.server.readers import reasoning_opened
 from specserve.server.state import CONTEXT, STATE, ServerState, timed_child
 from specserve.server.structured import behind_reasoning, constrain, format_of
+from specserve.server.thinking import reasoning_tokens
 from specserve.server.tools import ToolUse, tool_use
 from specserve.server.wire import ChatBody
+from specserve.tokenizer import Tokenizer
+from specserve.types import TokenChunk
+
+
+class Voice:
+    """One of a conversation's replies: its chunks made parts."""
+
+    def __init__(self, reader: Reader, tokenizer: Tokenizer) -> None:
+        self._reader = reader
+        self._tokenizer = tokenizer
+        self._token_ids: list[int] = []
+
+    @property
+    def calls(self) -> bool:
+        """Whether the reply ends so that its calls are to be made."""
+        return self._reader.calls
+
+    def read(self, chunk: TokenChunk) -> list[Part]:
+        self._token_ids += chunk.token_ids
+        parts = self._reader.push(chunk.text)
+        return parts if chunk.finish_reason is None else parts + self._reader.finish()
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """So far."""
+        return reasoning_tokens(self._tokenizer, self._token_ids, self._reader.reasoning_bytes)
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """readers: one for each of the job's requests"""
+    """voices: one for each of the job's requests"""
 
     job: Job
-    readers: list[Reader]
+    voices: list[Voice]
 
 
 async def converse(
@@ -62,8 +89,9 @@ async def converse(
     if text_format is not None and state.reply_format.begins_with_reasoning(opened):
         text_format = behind_reasoning(text_format, state.engine.tokenizer)
     job = await constrain(request, job, text_format)
+    tokenizer = state.engine.tokenizer
     readers = [state.reply_format.reader(tools, reasoning_opened=opened) for _ in job.requests]
-    return Conversation(job, readers)
+    return Conversation(job, [Voice(reader, tokenizer) for reader in readers])
 
 
 async def encode_conversation(state: ServerState, body: ChatBody) -> list[int]:

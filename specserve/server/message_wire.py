@@ -10,6 +10,8 @@ import msgspec
 from specserve.errors import RequestError
 from specserve.server.wire import ChatBody, Extensions, convert_body
 
+BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
 
 class InBlock(msgspec.Struct, frozen=True, kw_only=True):
     """Text, thinking, the use of a tool or its result: `type` says which."""
@@ -264,8 +266,8 @@ def _text(blocks: Seq[InBlock], where: str, *, first: int = 0) -> str:
     for i, block in enumerate(blocks, first):
         if block.type != "text" or block.text is None:
             raise RequestError(
-                f"{where}[{i}] is of type {block.type[:64]!r}, this server reads text, tool_use, "
-                "tool_result and thinking",
+                f"{where}[{i}] is of type {block.type[:64]!r}, which cannot stand here: this "
+                f"server reads {', '.join(BLOCK_TYPES)}",
                 param=f"{where}[{i}]",
                 code="unsupported_parameter",
             )

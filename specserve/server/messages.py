@@ -71,7 +71,7 @@ class MessageShape:
 
     def __init__(self, chat: Conversation, request_id: str) -> None:
         self._job = chat.job
-        [self._reader] = chat.readers
+        [self._voice] = chat.voices
         self._request_id = request_id
         self._segments = Segments()
         self._started = False
@@ -105,10 +105,9 @@ class MessageShape:
         )
 
     def _read(self, chunk: TokenChunk) -> list[Change]:
-        changes = self._segments.push(self._reader.push(chunk.text))
+        changes = self._segments.push(self._voice.read(chunk))
         if chunk.finish_reason is not None:
             self._finished = chunk
-            changes += self._segments.push(self._reader.finish())
             changes += self._segments.finish(cut=finish_reason(chunk) == "length")
         return changes
 
@@ -126,7 +125,7 @@ class MessageShape:
         assert self._finished is not None
         if finish_reason(self._finished) == "length":
             return Ending("max_tokens", None)
-        if self._reader.calls:
+        if self._voice.calls:
             return Ending("tool_use", None)
         stop = self._finished.stop_reason
         return Ending("stop_sequence", stop) if isinstance(stop, str) else Ending("end_turn", None)

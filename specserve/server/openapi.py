@@ -20,10 +20,10 @@ from specserve.admission import Limits
 from specserve.server import errors, message_replies, params, replies, response_replies, wire
 from specserve.server.errors import ErrorReply, MessagesError
 from specserve.server.keys import OPEN_ROUTES
-from specserve.server.message_wire import CountTokensBody, MessagesBody
+from specserve.server.message_wire import BLOCK_TYPES, CountTokensBody, MessagesBody
 from specserve.server.middleware import REQUEST_ID_PATTERN
 from specserve.server.prompts import ROLES, TEMPLATE_SWITCHES
-from specserve.server.response_wire import ResponsesBody
+from specserve.server.response_wire import ITEM_TYPES, PART_TYPES, ResponsesBody
 from specserve.server.sse import DONE_MARKED, NAMED, Framing
 from specserve.server.state import STATE
 from specserve.server.tools import MAX_TOOLS, NAME_PATTERN
@@ -277,6 +277,10 @@ def struct_ranges(limits: Limits) -> dict[str, dict[str, Json]]:
             "logprobs": _between(0, params.MAX_COMPLETION_LOGPROBS),  # a bool in chat
         },
         "MessageBody": {"role": {"enum": [*ROLES]}},
+        "ContentPart": {"type": {"enum": ["text"]}},
+        "InputItem": {"type": {"enum": [*ITEM_TYPES, None]}},
+        "InputPart": {"type": {"enum": [*PART_TYPES]}},
+        "InBlock": {"type": {"enum": [*BLOCK_TYPES]}},
         "FunctionBody": {"name": {"pattern": f"^{NAME_PATTERN}$"}},
         "ToolBody": {"type": {"enum": ["function"]}},
         "InTool": {"type": {"enum": ["custom", None]}, "name": {"pattern": f"^{NAME_PATTERN}$"}},

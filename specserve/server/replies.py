@@ -27,11 +27,18 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class ReasoningTokens(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
+    """completion_tokens_details: of a chat's whole usage; left out while replies are under way"""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
 
 
 class SpeculativeDecoding(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Any, Literal  # Any: JSON that is given back as it came
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from specserve.server.replies import CachedTokens, Metrics
+from specserve.server.replies import CachedTokens, Metrics, ReasoningTokens
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -45,10 +45,6 @@ class CallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 Item = MessageItem | ReasoningItem | CallItem
-
-
-class ReasoningTokens(msgspec.Struct, frozen=True):
-    reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,10 @@ from specserve.errors import RequestError
 from specserve.server.wire import ChatBody, Extensions, convert_body
 
 _ROLES = ("system", "developer", "user")
-_TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
+PART_TYPES = (
+    "input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal",
+)  # fmt: skip
 
 
 class InputPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +190,7 @@ class _Turn:
 
     def read(self, item: InputItem, where: str) -> list[dict[str, Any]]:
         """The messages that are complete now."""
-        match item.type or "message":
+        match "message" if item.type is None else item.type:
             case "message" if item.role == "assistant":
                 ended = self.end() if self._said.keys() & {"content", "tool_calls"} else []
                 self._said["content"] = _text(item.content, f"{where}.content")
@@ -214,8 +217,7 @@ class _Turn:
                 return [*self.end(), result]
             case other:
                 raise RequestError(
-                    f"{where} is of type {other[:64]!r}, this server knows message, reasoning, "
-                    "function_call and function_call_output",
+                    f"{where} is of type {other[:64]!r}, this server knows {', '.join(ITEM_TYPES)}",
                     param=where,
                     code="unsupported_parameter",
                 )
@@ -240,7 +242,7 @@ def _text(content: str | Seq[InputPart] | None, where: str) -> str:
     texts: list[str] = []
     for i, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in (*_TEXT_TYPES, "refusal") or text is None:
+        if part.type not in PART_TYPES or text is None:
             raise RequestError(
                 f"{where}[{i}] is of type {part.type[:64]!r}, this server reads only text",
                 param=f"{where}[{i}]",

@@ -13,11 +13,10 @@ from specserve.server.answer import answer
 from specserve.server.body import read_body
 from specserve.server.conversation import Conversation, converse
 from specserve.server.errors import error_type
-from specserve.server.replies import finish_reason
+from specserve.server.replies import ReasoningTokens, finish_reason
 from specserve.server.response_items import Items
 from specserve.server.response_replies import (
     IncompleteDetails,
-    ReasoningTokens,
     Response,
     ResponseCompleted,
     ResponseCreated,
@@ -33,8 +32,6 @@ from specserve.server.segments import Change, Segments
 from specserve.server.sse import NAMED, Framing
 from specserve.server.state import STATE
 from specserve.server.tally import Tally
-from specserve.server.thinking import reasoning_tokens
-from specserve.tokenizer import Tokenizer
 from specserve.types import TokenChunk
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -50,7 +47,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     except RequestError as error:
         error.param = own_name(error.param)
         raise
-    return await answer(request, chat.job, ResponseShape(chat, body, state.engine.tokenizer))
+    return await answer(request, chat.job, ResponseShape(chat, body))
 
 
 class ResponseShape:
@@ -58,14 +55,12 @@ class ResponseShape:
 
     framing: ClassVar[Framing] = NAMED
 
-    def __init__(self, chat: Conversation, body: ResponsesBody, tokenizer: Tokenizer) -> None:
+    def __init__(self, chat: Conversation, body: ResponsesBody) -> None:
         self._job = chat.job
         self._body = body
-        [self._reader] = chat.readers
-        self._tokenizer = tokenizer
+        [self._voice] = chat.voices
         self._segments = Segments()
         self._items = Items()
-        self._token_ids: list[int] = []
         self._finished: TokenChunk | None = None
 
     def opening(self) -> list[msgspec.Struct]:
@@ -97,11 +92,9 @@ class ResponseShape:
         return self._complete(tally)
 
     def _read(self, chunk: TokenChunk) -> Seq[Change]:
-        self._token_ids += chunk.token_ids
-        changes = self._segments.push(self._reader.push(chunk.text))
+        changes = self._segments.push(self._voice.read(chunk))
         if chunk.finish_reason is not None:
             self._finished = chunk
-            changes += self._segments.push(self._reader.finish())
             changes += self._segments.finish(cut=finish_reason(chunk) == "length")
         return changes
 
@@ -119,14 +112,11 @@ class ResponseShape:
 
     def _usage(self, tally: Tally) -> ResponseUsage:
         usage = tally.usage()
-        num_reasoning = reasoning_tokens(
-            self._tokenizer, self._token_ids, self._reader.reasoning_bytes
-        )
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=usage.prompt_tokens_details,
             output_tokens=usage.completion_tokens,
-            output_tokens_details=ReasoningTokens(num_reasoning),
+            output_tokens_details=ReasoningTokens(self._voice.num_reasoning_tokens),
             total_tokens=usage.total_tokens,
         )
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from specserve.live import at_each_position
 from specserve.server.replies import (
     CachedTokens,
     Metrics,
+    ReasoningTokens,
     SpecserveMetrics,
     SpeculativeDecoding,
     Usage,
@@ -32,11 +33,16 @@ class Tally:
         self._detailed = detailed
         self._last: list[TokenChunk | None] = [None] * (len(prompt_lens) * n)
         self._open = len(self._last)
+        self._num_reasoning_tokens: dict[int, int] = {}
 
     def add(self, idx: int, chunk: TokenChunk) -> None:
         self._last[idx] = chunk
         if chunk.finish_reason is not None:
             self._open -= 1
+
+    def add_reasoning(self, idx: int, num_tokens: int) -> None:
+        """How many of a finished sequence's tokens were reasoning, where anybody can tell."""
+        self._num_reasoning_tokens[idx] = num_tokens
 
     @property
     def complete(self) -> bool:
@@ -54,7 +60,12 @@ class Tally:
             completion_tokens=completion,
             total_tokens=self._num_prompt_tokens + completion,
             prompt_tokens_details=CachedTokens(cached),
+            completion_tokens_details=self._reasoning(),
         )
+
+    def _reasoning(self) -> ReasoningTokens | UnsetType:
+        known = self._num_reasoning_tokens
+        return ReasoningTokens(sum(known.values())) if len(known) == len(self._last) else UNSET
 
     def metrics(self) -> Metrics:
         chunks = [chunk for chunk in self._last if chunk is not None]
