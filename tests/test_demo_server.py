@@ -116,6 +116,46 @@ def test_the_openai_client_streams_chat_with_speculation_on(server: Server) -> N
     assert 0 < spec["num_accepted_draft_tokens"] <= spec["num_draft_tokens"]
 
 
+def test_a_reply_follows_its_schema_and_is_the_same_whoever_guesses(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 24},
+            "age": {"type": "integer", "minimum": 0, "maximum": 130},
+            "colours": {
+                "type": "array",
+                "items": {"enum": ["red", "green", "blue"]},
+                "minItems": 1,
+                "maxItems": 3,
+            },
+        },
+        "required": ["name", "age", "colours"],
+        "additionalProperties": False,
+    }
+    texts = set()
+    for drafter in ("none", "ngram", "auto"):
+        reply = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "Invent a person: name, age and colours."}],
+            temperature=0.7,
+            seed=3,
+            max_tokens=160,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+            extra_body={"speculation": {"drafter": drafter}},
+        )
+        assert reply.choices[0].finish_reason == "stop"
+        texts.add(reply.choices[0].message.content)
+    [text] = texts
+    assert text is not None
+    person = json.loads(text)
+    assert list(person) == ["name", "age", "colours"]
+    assert len(person["name"]) <= 24
+    assert 0 <= person["age"] <= 130
+    assert 1 <= len(person["colours"]) <= 3
+    assert set(person["colours"]) <= {"red", "green", "blue"}
+
+
 def test_text_is_the_same_with_speculation_off_and_streamed_or_not(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     texts = set()

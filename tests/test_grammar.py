@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -205,6 +206,8 @@ def read_letters(walk: Constraint, most: int) -> int:
             allowed = ids_of(walk.mask(known, 0, ()))
         except EngineError:
             break
+        if allowed == [END]:
+            break
         known.append(rng.choice([idx for idx in allowed if idx != END]))
     return len(known)
 
@@ -213,3 +216,21 @@ def test_a_vocabulary_whose_tokens_are_no_fixed_bytes_is_refused(tmp_path: Path)
     tokenizer = saved(words("<unk>", "a", "b"), tmp_path / "words", eos_token="a")
     with pytest.raises(RequestError, match="do not stand for fixed bytes"):
         Grammars(tokenizer).constraint(SPECS["regex"])
+
+
+def test_thousands_of_grammars_leave_no_memory_behind() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def make(idx: int) -> None:
+        schema = json.dumps({**SCHEMA, "title": f"number {idx}"})
+        read_letters(
+            grammars().constraint(GrammarSpec(kind="json_schema", text=schema, param="json")), 12
+        )
+
+    for idx in range(100):
+        make(idx)
+    before = resident()
+    for idx in range(100, 2100):
+        make(idx)
+    assert resident() - before < 16 * 2**20

@@ -263,3 +263,18 @@ async def test_a_grammar_that_takes_too_long_is_refused_and_others_are_served_me
         assert "within 0.05 seconds" in reply.error["message"]
         assert (await server.complete(max_tokens=4)).status == 200
         slow.go_on.set()
+
+
+async def test_the_responses_endpoint_keeps_to_a_schema_and_names_its_own_field() -> None:
+    async with a_server(says(CHATTER, then=None)) as server:
+        asked = {"input": "say", "temperature": 0, "max_output_tokens": 120}
+        text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+        reply = (await server.post("/v1/responses", {**asked, "text": text})).json()
+        check("json_schema", reply["output"][0]["content"][0]["text"])
+        extension = {"structured_outputs": {"choice": ["the tree", "the treehouse", "W[e]ll!"]}}
+        reply = (await server.post("/v1/responses", {**asked, **extension})).json()
+        check("choice", reply["output"][0]["content"][0]["text"])
+        bad = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}
+        refused = await server.post("/v1/responses", {**asked, "text": bad})
+        assert (refused.status, refused.error["param"]) == (400, "text.format")
+        assert "Invalid type: x" in refused.error["message"]

@@ -105,7 +105,7 @@ def _best(
     for idx, place in enumerate(places):
         if not np.isfinite(values_np[idx, 0]):  # NaN counts as the largest
             result.append(None)
-        elif needs_edits(place.row):
+        elif needs_edits(place.row) or place.row.request.constraint is not None:
             result.append(_edited(wide[idx : idx + 1], place.row, vocab_size, target_ids))
         else:
             ids = entries_np[idx] if target_ids is None else target_ids[entries_np[idx]]
@@ -114,7 +114,10 @@ def _best(
 
 
 def needs_edits(row: LogitsRow) -> bool:
-    """Whether logits change by penalties, biases or masks; if not here, then nowhere deeper."""
+    """Whether logits change by penalties, biases or min_tokens; if not here, then nowhere deeper.
+
+    A constraint is not among them: what it forbids is cut from a draft, whoever made it.
+    """
     params = row.request.params
     return bool(
         params.presence_penalty
@@ -122,7 +125,6 @@ def needs_edits(row: LogitsRow) -> bool:
         or params.repetition_penalty != 1
         or params.logit_bias
         or row.num_output < params.min_tokens
-        or row.request.constraint is not None
     )
 
 

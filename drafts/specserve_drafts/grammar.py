@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Final
 
 from specserve.drafting import NO_DRAFT, Draft, DraftRow, chain
 from specserve.types import Request
 from specserve_drafts.resources import DrafterResources, refuse_argument
+
+
+# Of the last guess it is open whether the model's token ends there, too.
+_MOST: Final = 64
+_SCORES: Final = (*(1.0,) * (_MOST - 1), 0.5)
 
 
 class GrammarDrafter:
@@ -30,8 +36,9 @@ def _guess(row: DraftRow) -> Draft:
     constraint = row.request.constraint
     if constraint is None or row.max_tokens == 0:
         return NO_DRAFT
-    forced = constraint.forced(row.history, len(row.request.prompt_ids), row.max_tokens)
-    return chain(forced, scores=(1.0,) * len(forced))
+    most = min(row.max_tokens, _MOST)
+    forced = constraint.forced(row.history, len(row.request.prompt_ids), most)
+    return chain(forced, scores=_SCORES[-len(forced) :] if forced else ())
 
 
 def make_grammar(resources: DrafterResources) -> GrammarDrafter:
