@@ -9,7 +9,6 @@ from specserve.drafting import NO_DRAFT, Draft, DraftRow, chain
 from specserve.types import Request
 from specserve_drafts.resources import DrafterResources, refuse_argument
 
-
 # Of the last guess it is open whether the model's token ends there, too.
 _MOST: Final = 64
 _SCORES: Final = (*(1.0,) * (_MOST - 1), 0.5)
