@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction
 from specserve_kernels.triton_kernels.model_shapes import MODEL_SHAPES
 
 COMMAND = "python -m specserve_kernels.triton_kernels.aot"
-MODULES = ("norms",)
+MODULES = ("cuts", "edits", "norms", "sampling", "verification")
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,12 @@ class Bound:
 
 
 BOUNDS = {
+    "walk_kernel": Bound(64, 256),
+    "cut_kernel": Bound(160, 32768),
+    "edit_kernel": Bound(64, 256),
+    "restore_kernel": Bound(64, 256),
+    "race_kernel": Bound(128, 32768),
+    "decide_kernel": Bound(128, 256),
     "rms_norm_kernel": Bound(64, 256),
 }
 

@@ -1,0 +1,96 @@
+"""What the sampling kernels compute, readably: numpy, one row at a time, full width.
+
+Equal to specserve.sampler, to the bit; written apart because the kernels import nothing of the
+engine and `gpu_check` runs where the engine cannot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specserve_kernels.triton_kernels.rows import Row
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+
+
+def uniforms(key: tuple[int, int], position: int, purpose: int, n: int) -> F64:
+    """[n] the uniforms in (0, 1) of tokens 0..n-1: 16 leading bits and 48 trailing ones."""
+
+    def words(part: int, count: int) -> NDArray[np.uint64]:
+        counter = np.array([0, part, position, purpose], dtype=np.uint64)
+        philox = np.random.Philox(counter=counter, key=np.array(key, dtype=np.uint64))
+        return philox.random_raw(count)
+
+    cells = words(0, (n + 3) // 4).astype("<u8").view("<u2")[:n]
+    fraction = ((words(1, n) >> np.uint64(16)).astype(np.float64) + 0.5) * 2.0**-48
+    result: F64 = np.minimum((cells + fraction) / 2**16, 1.0 - 2.0**-53)
+    return result
+
+
+def edited(logits: F32, row: Row) -> F32:
+    """[V] with the row's edits."""
+    x = logits.copy()
+    for token_id, seen, times, bias in row.edits:
+        value = x[token_id]
+        if seen and row.repetition != 1:
+            factor = np.float32(row.repetition)
+            value = value / factor if value > 0 else value * factor
+        if times > 0:
+            value = np.float32(float(value) - row.frequency * times) - np.float32(row.presence)
+        x[token_id] = -np.inf if bias == -math.inf else value + np.float32(bias)
+    return x
+
+
+def masses(weights: F32) -> NDArray[np.int64]:
+    """[n] weights <= 0 -> their exp in 2^-40, to the nearest whole number."""
+    f = np.float32
+    r = np.maximum(weights, f(-40.0))
+    n = (r * f(1.44269504) + f(1.5 * 2**23)) - f(1.5 * 2**23)
+    r = (r - n * f(0.693359375)) - n * f(-2.12194440e-4)
+    p = r * f(0.00138148281)
+    for coefficient in (0.00836878456, 0.0416683853, 0.166665196, 0.49999994):
+        p = (p + f(coefficient)) * r
+    p = (p * r + r) + f(1.0)
+    power = ((n.astype(np.int32) + 167) << 23).view(np.float32)
+    result: NDArray[np.int64] = np.rint((p * power).astype(np.float64)).astype(np.int64)
+    return result
+
+
+def kept(weights: F32, row: Row) -> NDArray[np.bool_]:
+    """[V] what top-k, then top-p, then min-p leave; of equal weights the lowest ids."""
+    order = np.argsort(-weights, kind="stable")
+    if row.top_k > 0:
+        order = order[: row.top_k]
+    if row.top_p < 1:
+        held = np.cumsum(masses(weights[order]))
+        enough = max(1, min(math.ceil(row.top_p * int(held[-1])), int(held[-1])))
+        order = order[: 1 + int(np.count_nonzero(held[:-1] < enough))]
+    result = np.zeros(len(weights), dtype=np.bool_)
+    result[order] = True
+    return result & (weights >= np.float32(row.min_weight))
+
+
+def choose_token(logits: F32, row: Row, purpose: int = 0) -> int:
+    """[V] -> argmax(weights + Gumbel noise), the lowest id of equals; -1: nothing to choose."""
+    x = edited(logits, row)
+    best_id = int(x.argmax())
+    if not math.isfinite(x[best_id]):
+        return -1
+    if row.temperature <= 0:
+        return best_id
+    with np.errstate(over="ignore", divide="ignore"):
+        weights = (x - x[best_id]) / np.float32(row.temperature)
+        sharpened = (weights * np.float32(row.sharpness)).astype(np.float64)
+        noise = -np.log(-np.log1p(-uniforms(row.key, row.position, purpose, len(x))))
+    scores = np.where(kept(weights, row), sharpened + noise, -np.inf)
+    return int(scores.argmax())
+
+
+def choose_tokens(logits: F32, rows: Seq[Row], purpose: int = 0) -> list[int]:
+    """[L, V] -> a token per row."""
+    return [choose_token(x, row, purpose) for x, row in zip(logits, rows, strict=True)]
