@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction
 from specserve_kernels.triton_kernels.model_shapes import MODEL_SHAPES
 
 COMMAND = "python -m specserve_kernels.triton_kernels.aot"
-MODULES = ("cuts", "edits", "norms", "sampling", "verification")
+MODULES = ("cuts", "edits", "gemm", "norms", "sampling", "verification")
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Bound:
 
 
 BOUNDS = {
+    "gemm_kernel": Bound(200, 65536),
+    "add_splits_kernel": Bound(64, 256),
     "walk_kernel": Bound(64, 256),
     "cut_kernel": Bound(160, 32768),
     "edit_kernel": Bound(64, 256),

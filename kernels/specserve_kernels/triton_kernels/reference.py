@@ -20,3 +20,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
     """residual [T, C] becomes residual + x, in place; returns its rms_norm, [T, C]."""
     residual.copy_((residual.float() + x.float()).to(residual.dtype))
     return rms_norm(residual, weight, epsilon)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [M, K] @ weight [N, K].T -> [M, N] in x's dtype, summed in fp64."""
+    return (x.double() @ weight.double().T).to(x.dtype)
