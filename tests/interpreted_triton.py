@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -152,13 +153,11 @@ class _Watch:
     def __init__(self) -> None:
         self.starts = self.ends = np.empty(0, dtype=np.uint64)
         self.written: dict[tuple[int, int, int], list[np.ndarray]] = {}
+        self.also: list[torch.Tensor] = []
 
     def begin(self, arguments: list[Any]) -> None:
-        ranges = sorted(
-            (t.data_ptr(), t.data_ptr() + _span(t))
-            for t in arguments
-            if isinstance(t, torch.Tensor)
-        )
+        tensors = [t for t in (*arguments, *self.also) if isinstance(t, torch.Tensor)]
+        ranges = sorted((t.data_ptr(), t.data_ptr() + _span(t)) for t in tensors)
         self.starts, self.ends = np.array(ranges, dtype=np.uint64).reshape(-1, 2).T
         self.ends = np.maximum.accumulate(self.ends) if len(ranges) else self.ends
         self.written = {}
@@ -188,6 +187,16 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 _watch = _Watch()
+
+
+@contextmanager
+def reachable(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Inside, launches may also touch these, whose addresses they get as numbers."""
+    _watch.also = tensors
+    yield
+    _watch.also = []
+
+
 _load, _store, _launch = (
     _Builder.create_masked_load,
     _Builder.create_masked_store,
@@ -208,7 +217,8 @@ def _watched_store(self: Any, pointers: Any, value: Any, mask: Any, policy: Any)
 
 def _watched_launch(self: Any, *args: Any, **kwargs: Any) -> None:
     _watch.begin([*args, *kwargs.values()])
-    _launch(self, *args, **kwargs)
+    with np.errstate(all="ignore"):  # infinities come and go, as on a device
+        _launch(self, *args, **kwargs)
     _watch.end()
 
 

@@ -15,7 +15,13 @@ SOURCES = sorted(
 )
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-LARGER: dict[str, tuple[int, str]] = {}  # "path" or "path:function" -> (lines, why)
+# "path" or "path:function" -> (lines, why)
+LARGER: dict[str, tuple[int, str]] = {
+    "kernels/specserve_kernels/triton_kernels/attention.py:attention_kernel": (
+        105,
+        "23 lines are parameters; its steps are functions, and each takes 10 values to and fro",
+    ),
+}
 
 
 def too_large(place: str, lines: int, limit: int) -> bool:

@@ -26,6 +26,7 @@ class Case:
 
     name: str
     call: Callable[[], object]
+    has_fp8: bool = False  # only for targets that can convert float8_e4m3fn
 
 
 MODEL_SHAPES = (
