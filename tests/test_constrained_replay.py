@@ -15,12 +15,12 @@ import torch
 
 from specserve.admission import constrained
 from specserve.config import EngineConfig
-from specserve.constraint import GrammarSpec
 from specserve.drafting import Drafter
+from specserve.errors import EngineError
 from specserve.models.decoder import Decoder
 from specserve.types import Request, SamplingParams, Speculation, TokenChunk, VerifyRule
 from tests.engines import Served, serving
-from tests.grammar_world import END, SPECS, VOCAB_SIZE, bpe_tokenizer, constraint, grammars
+from tests.grammar_world import END, SPECS, VOCAB_SIZE, bpe_tokenizer, constraint
 from tests.guessers import make_guesser
 from tests.test_grammar import matches
 from tests.tiny_models import tiny_decoder
@@ -95,6 +95,8 @@ def params_of(temperature: float) -> SamplingParams:
 
 
 def guesser(name: str, truth: Seq[TokenChunk], config: EngineConfig) -> dict[str, Drafter]:
+    if name == "none":
+        return {}
     known = {tuple(p): chunk.token_ids for p, chunk in zip(PROMPTS, truth, strict=True)}
     return {name: make_guesser(name, model(), known, config)}
 
@@ -281,16 +283,34 @@ async def test_replies_of_one_request_do_not_touch_each_other() -> None:
     assert sum(chunk.num_preemptions for chunk in together) > 0
 
 
-async def test_a_grammar_that_nobody_can_follow_any_more_ends_its_own_request_alone() -> None:
-    hard = GrammarSpec(kind="regex", text="([a-z]{1,400}){1,400}x", param="regex")
-    params = msgspec.structs.replace(params_of(1.0), seed=50, max_tokens=MAX_TOKENS)
-    async with a_server(a_config()) as served:
-        [easy] = bound(served, PROMPTS[0], params, "schema", "easy")
-        [asked] = served.requests(
-            PROMPTS[1], msgspec.structs.replace(params, logit_bias={91: -100.0}), name="hard"
-        )
-        [request] = constrained([asked], [grammars().constraint(hard)], param="regex")
+class GivesUp:
+    """Allows everything for five tokens; then nobody can tell."""
+
+    def mask(self, known: Seq[int], num_prompt: int, prefix: Seq[int]) -> bytes | None:
+        if len(known) + len(prefix) - num_prompt >= 5:
+            raise EngineError("the grammar became too much work")
+        return b"\xfe" + b"\xff" * (VOCAB_SIZE // 8)
+
+    def admits(self, known: Seq[int], num_prompt: int, prefix: Seq[int]) -> bool:
+        return len(known) + len(prefix) - num_prompt < 5
+
+    def forced(self, known: Seq[int], num_prompt: int, most: int) -> tuple[int, ...]:
+        return ()
+
+
+@pytest.mark.parametrize("name", ["none", "oracle", "anti", "tree", "draft_model"])
+async def test_a_grammar_that_nobody_can_follow_any_more_ends_its_own_request_alone(
+    name: str,
+) -> None:
+    params = msgspec.structs.replace(params_of(1.0), seed=50)
+    drafters = guesser(name, await truth_of("schema", 1.0), a_config())
+    speculation = Speculation(drafter=name, max_draft_tokens=4)
+    async with a_server(a_config(), drafters) as served:
+        [easy] = bound(served, PROMPTS[0], params, "schema", "easy", speculation)
+        asked = served.requests(PROMPTS[1], params, name="hard", speculation=speculation)
+        [request] = constrained(asked, [GivesUp()], param="regex")
         failed, fine = await served.run([request, easy])
     assert failed.finish_reason == "error"
-    assert "too many expressions" in (failed.error or "")
+    assert "too much work" in (failed.error or "")
+    assert len(failed.token_ids) == 5
     assert fine.token_ids == (await truth_of("schema", 1.0))[0].token_ids
