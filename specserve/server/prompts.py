@@ -89,41 +89,14 @@ async def encode_chat(
     """The prompt of a conversation through the model's chat template.
 
     tell_in_text: the chat template knows no tools, so messages tell of them; None: it does
-
-    Templates write their own special tokens, so add_special_tokens would double the first.
     """
-    if body.add_special_tokens:
-        raise RequestError(
-            "add_special_tokens is true, but the chat template adds them itself: leave it out",
-            param="add_special_tokens",
-            code="unsupported_parameter",
-        )
-    continued = bool(body.continue_final_message)
-    if continued and body.add_generation_prompt:
-        raise RequestError(
-            "continue_final_message and add_generation_prompt are both true: choose one",
-            param="continue_final_message",
-        )
-    plain = plain_messages(body.messages)
-    max_model_len = engine.limits.max_model_len
-    if len(plain) > max_model_len:  # templates spend a token at least on each
-        raise RequestError(
-            f"This model's maximum context length is {max_model_len} tokens. However, messages has "
-            f"{len(plain)} messages: send fewer",
-            param="messages",
-            code="context_length_exceeded",
-        )
-    check_text_size(_num_chars(plain), max_model_len, "messages")
-    check_text_size(_num_chars(tools.for_template), max_model_len, "tools")
-    if continued and plain[-1]["role"] != "assistant":
-        raise RequestError(
-            "continue_final_message is true but the last message is not the assistant's",
-            param="continue_final_message",
-        )
-    for_template = tools.for_template
+    plain, for_template = plain_messages(body.messages), tools.for_template
+    _check_ending(body, plain)
+    _check_sizes(plain, for_template, engine.limits.max_model_len)
     if tell_in_text is not None:
         plain, for_template = told_in_text(plain, for_template, tell_in_text), []
     switches = _switches(body.chat_template_kwargs)
+    continued = bool(body.continue_final_message)
 
     def render() -> list[int]:
         return list(
@@ -138,6 +111,42 @@ async def encode_chat(
         )
 
     return await engine.run_off_loop(render)
+
+
+def _check_ending(body: ChatBody, plain: list[dict[str, Any]]) -> None:
+    """Templates write their own special tokens, so add_special_tokens would double the first."""
+    if body.add_special_tokens:
+        raise RequestError(
+            "add_special_tokens is true, but the chat template adds them itself: leave it out",
+            param="add_special_tokens",
+            code="unsupported_parameter",
+        )
+    if not body.continue_final_message:
+        return
+    if body.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt are both true: choose one",
+            param="continue_final_message",
+        )
+    if plain[-1]["role"] != "assistant":
+        raise RequestError(
+            "continue_final_message is true but the last message is not the assistant's",
+            param="continue_final_message",
+        )
+
+
+def _check_sizes(
+    plain: list[dict[str, Any]], tools: list[dict[str, Any]], max_model_len: int
+) -> None:
+    if len(plain) > max_model_len:  # templates spend a token at least on each
+        raise RequestError(
+            f"This model's maximum context length is {max_model_len} tokens. However, messages has "
+            f"{len(plain)} messages: send fewer",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    check_text_size(_num_chars(plain), max_model_len, "messages")
+    check_text_size(_num_chars(tools), max_model_len, "tools")
 
 
 def _switches(asked: dict[str, Any] | None) -> dict[str, bool]:
