@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -44,3 +45,18 @@ def test_one_kernel_compiles_within_its_bounds_in_every_run() -> None:
     assert report["problems"] == []
     models = {model for row in report["rows"] for model in row["models"]}  # type: ignore[index]
     assert {"Llama-3-8B", "Qwen3-0.6B", "SmolLM2-135M", "TinyLlama-1.1B"} <= models
+
+
+def test_spills_bounds_and_orders_of_sums_are_told_apart() -> None:
+    from specserve_kernels.triton_kernels import aot
+
+    good = aot.Resources("attention_kernel", "chain", ("A",), "sm_90", 99, 0, 9, 4, 3, ("sum",))
+    assert aot.problems([good, replace(good, case="tree")]) == []
+    for worse, complaint in [
+        (replace(good, spill_bytes=8), "8 bytes of spills, 0 allowed"),
+        (replace(good, registers=256), "256 registers, 255 allowed"),
+        (replace(good, shared_bytes=99999), "99999 bytes of shared memory, 49152 allowed"),
+        (replace(good, case="tree", orders=("other",)), "'tree' sums in the order"),
+    ]:
+        [problem] = aot.problems([good, worse])
+        assert complaint in problem

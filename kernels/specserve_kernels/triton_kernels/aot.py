@@ -6,6 +6,10 @@ Each kernel file's `aot_cases(shape)` calls its own launchers; a stand-in driver
 and every launch inside becomes a compilation. So what is measured is what a GPU would run, chosen
 by the launcher's own table. Registers and stack come from the machine code (stack > 0 is a spill),
 not from estimates. `BOUNDS` holds what each kernel may use at most; `problems` compares.
+
+A row's bits also rest on how the compiler spreads a product or a row's sum over threads, which it
+decides for each binary alone. Kernels of ONE_ORDER must be laid out alike in all cases of a model:
+the interpreter cannot show that a tree's row is not summed as a chain's is, but this can.
 """
 
 from __future__ import annotations
@@ -84,9 +88,15 @@ BOUNDS = {
 }
 
 
+ONE_ORDER = ("attention_kernel",)
+
+
 @dataclass(frozen=True)
 class Resources:
-    """One compiled kernel. spill_bytes: stack per thread, which only spills use."""
+    """One compiled kernel. spill_bytes: stack per thread, which only spills use.
+
+    orders: the layouts over threads in which it multiplies matrices and reduces fp32 rows.
+    """
 
     kernel: str
     case: str
@@ -97,6 +107,7 @@ class Resources:
     shared_bytes: int
     num_warps: int
     num_stages: int
+    orders: tuple[str, ...]
 
 
 class _StandInDriver:
@@ -166,6 +177,22 @@ def _resources(binary: Any, case: str, models: tuple[str, ...], target: str) -> 
         shared_bytes=binary.metadata.shared,
         num_warps=binary.metadata.num_warps,
         num_stages=binary.metadata.num_stages,
+        orders=_orders(binary.asm["ttgir"]),
+    )
+
+
+def _orders(ttgir: str) -> tuple[str, ...]:
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    products = re.findall(r"(tt\.dot|warp_group_dot)\b.*-> tensor<(\S+), (#\w+)>", ttgir)
+    sums = re.findall(r'"(tt\.reduce)"(?:.*\n)*?.*\}\) : \(tensor<(\S+), (#\w+)>', ttgir)
+    return tuple(
+        sorted(
+            {
+                f"{operation} {shape} {layouts[layout]}"
+                for operation, shape, layout in products + sums
+                if shape.endswith("f32")
+            }
+        )
     )
 
 
@@ -194,8 +221,9 @@ def _read_amdgcn(binary: Any) -> tuple[int, int]:
 
 
 def problems(rows: Iterable[Resources]) -> list[str]:
-    """One sentence for each compiled kernel that spills or is over its bound."""
+    """One sentence for each kernel that spills, is over its bound, or sums in several orders."""
     found = []
+    first: dict[tuple[str, str, str], Resources] = {}
     for row in rows:
         bound, target = BOUNDS[row.kernel], TARGETS[row.target]
         registers = bound.registers
@@ -213,6 +241,13 @@ def problems(rows: Iterable[Resources]) -> list[str]:
             for what, value, limit in checks
             if value > limit
         ]
+        for model in row.models if row.kernel in ONE_ORDER else ():
+            other = first.setdefault((row.kernel, row.target, model), row)
+            if row.orders != other.orders:
+                found.append(
+                    f"{row.kernel} ({row.target}, {model}): {row.case!r} sums in the order "
+                    f"{row.orders}, {other.case!r} in {other.orders}"
+                )
     return found
 
 

@@ -122,11 +122,12 @@ def attention_kernel(
             )  # fmt: skip
         if TREES:
             for step in range(tl.maximum(low, shared), high, KEYS):
-                peak, total, sums = tree_step(
-                    step, first_row, num_tokens, context_len, q, row_token, position, peak, total,
-                    sums, k_ptr, v_ptr, table_ptr, positions_ptr, paths_ptr, path_width,
-                    score_scale, cap_scale, window, KEYS, SLOTS, G * H, H, WINDOW, SOFT_CAP,
-                )  # fmt: skip
+                for token in range(num_tokens):
+                    peak, total, sums = tree_step(
+                        step, first_row + token, row_token, token, context_len, q, position, peak,
+                        total, sums, k_ptr, v_ptr, table_ptr, positions_ptr, paths_ptr, path_width,
+                        score_scale, cap_scale, window, KEYS, SLOTS, G * H, H, WINDOW, SOFT_CAP,
+                    )  # fmt: skip
         if FOLD:
             all_peak, all_total, all_sums = fold(all_peak, all_total, all_sums, peak, total, sums)
         else:

@@ -74,6 +74,20 @@ def _sees(key, position, window, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _step(
+    q, offset, seen, sees, peak, total, sums, k_ptr, v_ptr, score_scale, cap_scale,
+    MASKED: tl.constexpr, H: tl.constexpr, SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """The keys and values at offset [keys], for the rows that see them: sees [R or 1, keys]."""
+    scores = _scores(q, k_ptr, offset, seen, MASKED, H, sums.shape[1])
+    weights, peak, total, shrink = _online_softmax(
+        scores, sees, peak, total, score_scale, cap_scale, SOFT_CAP
+    )
+    sums = sums * shrink[:, None]
+    return peak, total, _add_values(sums, weights, v_ptr, offset, seen, MASKED, H, q.dtype)
+
+
+@triton.jit
 def shared_step(
     step, high, q, position, peak, total, sums, k_ptr, v_ptr, table_ptr,
     score_scale, cap_scale, window, KEYS: tl.constexpr, MASKED: tl.constexpr,
@@ -87,58 +101,36 @@ def shared_step(
     if MASKED:
         sees = _sees(key, position, window, WINDOW)
     offset = _slot_offsets(key, seen, table_ptr, MASKED, SLOTS, GH)
-    scores = _scores(q, k_ptr, offset, seen, MASKED, H, sums.shape[1])
-    weights, peak, total, shrink = _online_softmax(
-        scores, sees, peak, total, score_scale, cap_scale, SOFT_CAP
-    )
-    sums = sums * shrink[:, None]
-    return peak, total, _add_values(sums, weights, v_ptr, offset, seen, MASKED, H, q.dtype)
+    return _step(
+        q, offset, seen, sees, peak, total, sums, k_ptr, v_ptr, score_scale, cap_scale,
+        MASKED, H, SOFT_CAP,
+    )  # fmt: skip
 
 
 @triton.jit
-def _own_offsets(
-    key, row, context_len, positions_ptr, paths_ptr, path_width, table_ptr,
-    SLOTS: tl.constexpr, GH: tl.constexpr,
+def tree_step(
+    step, row, row_token, token, context_len, q, position, peak, total, sums,
+    k_ptr, v_ptr, table_ptr, positions_ptr, paths_ptr, path_width, score_scale, cap_scale, window,
+    KEYS: tl.constexpr, SLOTS: tl.constexpr, GH: tl.constexpr, H: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Where the keys at these positions of one tree token's path lie, and which of them it has."""
+    """KEYS positions from `step` on of the path of one token (packed row `row`), for its rows.
+
+    Nothing changes for other rows: they see none of these keys. So a row's sums are those of
+    shared_step, and so is the code that takes them: the compiler lays both out alike.
+    """
+    key = step + tl.arange(0, KEYS)
     seen = key <= tl.load(positions_ptr + row)
     depth = key - context_len
     path_ptr = paths_ptr + row.to(tl.int64) * path_width
     ancestor = tl.load(path_ptr + depth, mask=seen & (depth >= 0), other=0)
     slot = tl.where(depth >= 0, context_len + ancestor, key)
-    return _slot_offsets(slot, seen, table_ptr, True, SLOTS, GH), seen
-
-
-@triton.jit
-def tree_step(
-    step, first_row, num_tokens, context_len, q, row_token, position, peak, total, sums,
-    k_ptr, v_ptr, table_ptr, positions_ptr, paths_ptr, path_width, score_scale, cap_scale, window,
-    KEYS: tl.constexpr, SLOTS: tl.constexpr, GH: tl.constexpr, H: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-):  # fmt: skip
-    """KEYS positions from `step` on, gathered once per token: each row uses its own token's."""
-    key = step + tl.arange(0, KEYS)
-    scores = tl.zeros((q.shape[0], KEYS), tl.float32)
-    for token in range(num_tokens):
-        offset, seen = _own_offsets(
-            key, first_row + token, context_len, positions_ptr, paths_ptr, path_width, table_ptr,
-            SLOTS, GH,
-        )  # fmt: skip
-        some = _scores(q, k_ptr, offset, seen, True, H, sums.shape[1])
-        scores = tl.where((row_token == token)[:, None], some, scores)
-    sees = _sees(key, position, window, WINDOW)
-    weights, peak, total, shrink = _online_softmax(
-        scores, sees, peak, total, score_scale, cap_scale, SOFT_CAP
-    )
-    sums = sums * shrink[:, None]
-    for token in range(num_tokens):
-        offset, seen = _own_offsets(
-            key, first_row + token, context_len, positions_ptr, paths_ptr, path_width, table_ptr,
-            SLOTS, GH,
-        )  # fmt: skip
-        own = tl.where((row_token == token)[:, None], weights, 0.0)
-        sums = _add_values(sums, own, v_ptr, offset, seen, True, H, q.dtype)
-    return peak, total, sums
+    offset = _slot_offsets(slot, seen, table_ptr, True, SLOTS, GH)
+    sees = _sees(key, position, window, WINDOW) & (row_token == token)[:, None]
+    return _step(
+        q, offset, seen, sees, peak, total, sums, k_ptr, v_ptr, score_scale, cap_scale,
+        True, H, SOFT_CAP,
+    )  # fmt: skip
 
 
 @triton.jit
