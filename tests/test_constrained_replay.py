@@ -15,10 +15,11 @@ import torch
 
 from specserve.admission import constrained
 from specserve.config import EngineConfig
-from specserve.drafting import Drafter
+from specserve.drafting import Draft, Drafter, DraftRow
 from specserve.errors import EngineError
 from specserve.models.decoder import Decoder
 from specserve.types import Request, SamplingParams, Speculation, TokenChunk, VerifyRule
+from specserve_drafts.grammar import GrammarDrafter
 from tests.engines import Served, serving
 from tests.grammar_world import END, SPECS, VOCAB_SIZE, bpe_tokenizer, constraint
 from tests.guessers import make_guesser
@@ -183,14 +184,22 @@ async def test_text_that_must_come_takes_fewer_steps(drafter: str) -> None:
             assert chunk.stats.num_accepted_draft_tokens >= free.stats.num_steps / 8
 
 
-async def test_the_grammar_is_not_asked_about_requests_without_one() -> None:
-    drafters = guesser("grammar", await truth_of("choice", 0.0), a_config())
-    async with a_server(a_config(), drafters) as served:
-        speculation = Speculation(drafter="grammar", max_draft_tokens=4)
+class MayNotBeAsked(GrammarDrafter):
+    def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
+        raise AssertionError("it was asked")
+
+
+@pytest.mark.parametrize("drafter", ["grammar", "auto"])
+async def test_the_grammar_is_not_asked_about_requests_without_one(drafter: str) -> None:
+    async with a_server(a_config(), {"grammar": MayNotBeAsked()}) as served:
+        speculation = Speculation(drafter=drafter, max_draft_tokens=4)
         requests = served.requests(PROMPTS[0], params_of(0.0), name="free", speculation=speculation)
-        [chunk] = await served.run(requests)
-    assert chunk.stats is not None
-    assert chunk.stats.num_draft_tokens == 0
+        await served.run(requests)
+        assert len(served.recorder.steps) > 10
+        assert not any(step.failed_drafters for step in served.recorder.steps)
+        await served.run(bound(served, PROMPTS[0], params_of(0.0), "compact", "b", speculation))
+        asked = any(step.failed_drafters for step in served.recorder.steps)
+        assert asked or drafter == "auto"  # which asks when it thinks it worth it
 
 
 # ---- together with everything else ---------------------------------------------------------

@@ -287,6 +287,11 @@ def struct_ranges(limits: Limits) -> dict[str, dict[str, Json]]:
         "InMessage": {"role": {"enum": ["user", "assistant"]}},
         "ResponsesBody": {"input": {"minLength": 1, "minItems": 1}},
         "ResponseTool": {"type": {"enum": ["function"]}, "name": {"pattern": f"^{NAME_PATTERN}$"}},
+        "StructuredOutputsBody": {
+            "choice": {"minItems": 1},
+            "regex": {"minLength": 1},
+            "grammar": {"minLength": 1},
+        },
         "SpeculationBody": {
             "drafter": {"enum": [*limits.drafters, None]},
             "max_draft_tokens": _between(0, limits.max_draft_tokens),

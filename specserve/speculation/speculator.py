@@ -188,7 +188,12 @@ class Speculator:
         self, rows: Seq[RowPlan], auto: list[AutoRow], chosen: list[ChosenDraft]
     ) -> None:
         controller = self._controller
-        names = [name for name in self._panel.names if self._panel.may_play(name)]
+        names = [
+            name
+            for name in self._panel.names
+            if self._panel.may_play(name)
+            and any(self._panel.serves(name, row.plan.request) for row in auto)
+        ]
         facts = msgspec.structs.replace(self._facts)
         controller.open(self._step_idx, facts, self._fixed_seconds)
         for call in controller.cheap_calls(auto, names):
