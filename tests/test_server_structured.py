@@ -199,6 +199,50 @@ async def test_the_same_bad_grammar_twice_leaves_good_ones_alone() -> None:
         check("regex", good.json()["choices"][0]["text"])
 
 
+def _nested(depth: int) -> dict[str, Any]:
+    return {"type": "array", "items": _nested(depth - 1)} if depth else {"type": "integer"}
+
+
+_DEFINED = {
+    f"d{idx}": {"type": "object", "properties": {k: {"$ref": f"#/$defs/d{idx + 1}"} for k in "ab"}}
+    for idx in range(30)
+}
+HOSTILE: dict[str, dict[str, Any]] = {
+    "ten thousand choices": {"json": {"enum": [f"number {idx}" for idx in range(10_000)]}},
+    "two thousand properties": {
+        "json": {"properties": {f"k{idx}": {"type": "string"} for idx in range(2000)}}
+    },
+    "itself": {"json": {"$defs": {"n": {"items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}},
+    "2^30 paths": {"json": {"$defs": {**_DEFINED, "d30": {}}, "$ref": "#/$defs/d0"}},
+    "deep": {"json": _nested(100)},
+    "a million items": {
+        "json": {"type": "array", "items": {"type": "null"}, "minItems": 999_999}
+    },
+    "a million letters": {"regex": "a{1,1000000}"},
+    "repetition of repetition": {"regex": "((a{1,1000}){1,1000}){1,1000}"},
+    "an automaton of 2^18 states": {"regex": "(a|b)*a(a|b){18}"},
+    "every letter there is": {"regex": "\\p{L}{1,200}\\w{1,300}"},
+    "ambiguous": {"grammar": 'start: start start start | "a" | ""'},
+    "left recursion": {"grammar": 'start: start "a" | "a"'},
+    "a deep grammar": {"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000},
+    "a divisor": {"json": {"type": "integer", "multipleOf": 104_729}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_hostile_grammars_are_served_or_refused_and_others_live_on(name: str) -> None:
+    async with a_server(says(CHATTER)) as server:
+        body = {"structured_outputs": HOSTILE[name], "max_tokens": 12}
+        hostile, plain = await asyncio.gather(
+            server.complete(**body, speculation={"drafter": "anti"}), server.complete(max_tokens=12)
+        )
+        assert plain.status == 200
+        assert hostile.status in (200, 400), hostile.body
+        if hostile.status == 400:
+            assert hostile.error["param"].startswith("structured_outputs")
+        assert (await server.get("/health")).status == 200
+
+
 # ---- while a grammar is made ---------------------------------------------------------------
 
 
