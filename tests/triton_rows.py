@@ -12,7 +12,7 @@ from torch import Tensor
 from specserve.sampler import LogitsRow
 from tests.logit_rows import a_row
 
-from specserve_kernels.triton_kernels import cuts, edits, rows, sampling  # isort: skip
+from specserve_kernels.triton_kernels import choosing, rows  # isort: skip
 
 
 def as_row(row: LogitsRow, vocab_size: int, *, sharpness: float = 1.0) -> rows.Row:
@@ -59,20 +59,19 @@ def choose(
     capacity: int = 256,
 ) -> rows.Choices:
     """A token per row of [L, V] logits through all the kernels; the logits stay as they are."""
-    device, num_rows = logits.device, len(batch)
-    logits = logits.clone()
-    packed, wanted = rows.pack_rows(batch, device), rows.pack_edits(batch, device)
-    edited = rows.Edited(wanted.starts, wanted.ids, torch.full_like(wanted.biases, math.nan))
-    edits.edit(logits, wanted, edited.values, torch.empty_like(edited.values, dtype=logits.dtype))
-    found = rows.Cuts(*(torch.empty_like(part) for part in rows.no_cuts(num_rows, device)))
-    lists = cuts.make_lists(num_rows, device, capacity)
-    cuts.find_cuts(logits, packed, edited, lists, found, vocab_size=vocab_size, chunk=512)
-    tiles = sampling.make_tiles(num_rows, vocab_size, device, tile=tile, num_slots=num_slots)
-    choices = rows.empty_choices(num_rows, device)
-    sampling.choose_tokens(
-        logits, packed, found, edited, tiles, choices,
-        vocab_size=vocab_size, purpose=purpose, tile=tile,
-    )  # fmt: skip
+    wanted = rows.pack_edits(batch, logits.device)
+    chooser = choosing.Chooser(
+        *(len(batch), vocab_size, logits.dtype, logits.device),
+        num_edits=len(wanted.ids),
+        tile=tile,
+        num_slots=num_slots,
+        capacity=capacity,
+        chunk=512,
+    )
+    packed, before = rows.pack_rows(batch, logits.device), logits.clone()
+    choices = chooser.choose(logits, packed, wanted, purpose=purpose)
+    chooser.restore(logits, wanted)
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     return choices
 
 

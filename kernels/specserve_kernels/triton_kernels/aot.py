@@ -38,8 +38,8 @@ from specserve_kernels.triton_kernels.model_shapes import MODEL_SHAPES
 
 COMMAND = "python -m specserve_kernels.triton_kernels.aot"
 MODULES = (
-    *("attention", "compaction", "cuts", "edits", "gemm", "norms", "rope_kv", "sampling"),
-    *("swiglu", "verification"),
+    *("attention", "compaction", "cuts", "edits", "gemm", "norms", "reading", "rope_kv"),
+    *("sampling", "swiglu", "verification"),
 )
 
 
@@ -71,6 +71,7 @@ class Bound:
 
 
 BOUNDS = {
+    "read_kernel": Bound(64, 256),
     "gemm_kernel": Bound(200, 65536),
     "add_splits_kernel": Bound(64, 256),
     "walk_kernel": Bound(64, 256),

@@ -94,3 +94,29 @@ def choose_token(logits: F32, row: Row, purpose: int = 0) -> int:
 def choose_tokens(logits: F32, rows: Seq[Row], purpose: int = 0) -> list[int]:
     """[L, V] -> a token per row."""
     return [choose_token(x, row, purpose) for x, row in zip(logits, rows, strict=True)]
+
+
+def replay_verdict(
+    token_ids: Seq[int], parents: Seq[int], choices: Seq[int], max_guesses: int
+) -> list[int]:
+    """One sequence's row of the buffer that verification.verify_replay fills.
+
+    token_ids, parents, choices: per row of the sequence, its root first; see verification.Guesses
+    """
+    tokens, path, node = list[int](), list[int](), 0
+    token = int(choices[0])
+    while token >= 0:
+        tokens.append(token)
+        children = (
+            row for row, parent in enumerate(parents) if parent == node and token_ids[row] == token
+        )
+        node = next(children, -1)
+        token = int(choices[node]) if node >= 0 else -1
+        if token >= 0:
+            path.append(node - 1)
+    padding = [-1] * (max_guesses + 1)
+    return [
+        len(tokens),
+        *(tokens + padding)[: max_guesses + 1],
+        *(path + padding)[:max_guesses],
+    ]

@@ -1,0 +1,74 @@
+"""From logits to tokens with static buffers: edit, cut, race, decide; then walk. No host sync.
+
+Every call launches the same kernels with the same addresses, so a CUDA graph may hold it; which
+rows are greedy, filtered or edited is read on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specserve_kernels.triton_kernels import cuts, edits, sampling
+from specserve_kernels.triton_kernels.rows import (
+    Choices,
+    Cuts,
+    Edited,
+    Edits,
+    Rows,
+    empty_choices,
+    no_cuts,
+)
+
+
+class Chooser:
+    """Buffers for num_rows rows of logits and num_edits edits of them.
+
+    tile, num_slots, capacity, chunk: of the kernels, see there; smaller ones give the same tokens
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        num_edits: int = 1,
+        tile: int = sampling.TILE,
+        num_slots: int = sampling.NUM_SLOTS,
+        capacity: int = cuts.CAPACITY,
+        chunk: int = 2048,
+    ) -> None:
+        self._vocab_size, self._tile, self._chunk = vocab_size, tile, chunk
+        self._values = torch.empty(num_edits, device=device)
+        self._originals = torch.empty(num_edits, dtype=dtype, device=device)
+        self._cuts: Cuts = no_cuts(num_rows, device)
+        self._lists = cuts.make_lists(num_rows, device, capacity)
+        self._tiles = sampling.make_tiles(
+            num_rows, vocab_size, device, tile=tile, num_slots=num_slots
+        )
+        self._choices = empty_choices(num_rows, device)
+
+    def choose(self, logits: Tensor, rows: Rows, wanted: Edits, *, purpose: int = 0) -> Choices:
+        """[num_rows, >= vocab_size] -> a token per row, in this object's own buffer.
+
+        Tokens with an edit are left -inf in `logits`; `restore` undoes that.
+        """
+        edited = Edited(wanted.starts, wanted.ids, self._values)
+        edits.edit(logits, wanted, self._values, self._originals)
+        size = self._vocab_size
+        cuts.find_cuts(
+            logits, rows, edited, self._lists, self._cuts, vocab_size=size, chunk=self._chunk
+        )
+        sampling.choose_tokens(
+            *(logits, rows, self._cuts, edited, self._tiles, self._choices),
+            vocab_size=size,
+            purpose=purpose,
+            tile=self._tile,
+        )
+        return self._choices
+
+    def restore(self, logits: Tensor, wanted: Edits) -> None:
+        """Undo the edits of the last `choose`."""
+        edits.restore(logits, wanted, self._originals)
