@@ -10,6 +10,7 @@ The text is matched as bytes. Control tokens never match; EOS matches where the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cached_property
@@ -73,6 +74,8 @@ class Grammars:
                 code="unsupported_parameter",
             )
         source = _source(spec)
+        if self._tokenizer.strips_first_space:
+            source = _behind_a_space(source)
 
         def make() -> llguidance.LLMatcher:
             limits = llguidance.LLParserLimits(
@@ -112,8 +115,9 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str | bytes) -> list[int]:
+        """Where bytes are forced, a mask leaves only the token that this begins with."""
         plain = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return self._tokenizer.encode_plain(plain)
+        return self._tokenizer.encode_inside(plain)
 
 
 def _source(spec: GrammarSpec) -> str:
@@ -131,6 +135,16 @@ def _source(spec: GrammarSpec) -> str:
                 return llguidance.grammar_from(spec.kind, spec.text)
     except ValueError as error:
         raise _bad(spec, str(error)) from error
+
+
+def _behind_a_space(source: str) -> str:
+    """The same text as these tokens spell it: their first space is not shown."""
+    document = {"grammars": [{"lark_grammar": source}]}
+    if source.startswith("{"):
+        document = json.loads(source)
+    first, *others = document["grammars"]
+    start = {"lark_grammar": 'start: " " @text'}
+    return json.dumps({"grammars": [start, {**first, "name": "text"}, *others]})
 
 
 def _bad(spec: GrammarSpec, why: str) -> RequestError:
@@ -193,7 +207,7 @@ class GrammarConstraint:
         if not self._go(known, num_prompt, ()):
             return ()
         text = self._matcher.compute_ff_bytes().decode(errors="ignore")
-        self._forward(self._tokenizer.encode_plain(text)[:most] if text else ())
+        self._forward(self._tokenizer.encode_inside(text)[:most] if text else ())
         if self._matcher.is_stopped() and len(self._eos_ids) == 1 and not self._matcher.is_error():
             self._forward(tuple(self._eos_ids))
         return tuple(self._path[self._known : self._known + most])

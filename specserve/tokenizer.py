@@ -159,7 +159,7 @@ class Tokenizer:
                 text = text.lstrip()
             if piece_idx + 1 < len(pieces) and by_text[pieces[piece_idx + 1][1]].lstrip:
                 text = text.rstrip()
-            ids += self._encode_plain_inside(text) if piece_idx else self.encode_plain(text)
+            ids += self.encode_inside(text) if piece_idx else self.encode_plain(text)
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -172,6 +172,11 @@ class Tokenizer:
         if self._bytes is None:
             return _WindowStream(self._backend, skipped)
         return _ByteStream(self._bytes.of, skipped, strip_space=self._bytes.strips_first_space)
+
+    @property
+    def strips_first_space(self) -> bool:
+        """Whether a text's first space marks its start and is not shown."""
+        return self._bytes is not None and self._bytes.strips_first_space
 
     @property
     def spells_bytes(self) -> bool:
@@ -193,7 +198,7 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def _encode_plain_inside(self, text: str) -> list[int]:
+    def encode_inside(self, text: str) -> list[int]:
         """`encode_plain` of text that does not begin the prompt."""
         if not text or not self._marks_only_the_start:
             return self.encode_plain(text)

@@ -13,10 +13,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
 
 from specserve.constraint import Constraint, GrammarSpec
 from specserve.errors import EngineError, RequestError
 from specserve.grammar import MAX_GRAMMAR_CHARS, Grammars
+from specserve.tokenizer import Tokenizer
 from tests.grammar_world import END, SCHEMA, SPECS, VOCAB_SIZE, bpe_tokenizer, constraint, grammars
 from tests.small_tokenizers import saved, words
 
@@ -233,6 +238,49 @@ def test_a_vocabulary_whose_tokens_are_no_fixed_bytes_is_refused(tmp_path: Path)
     tokenizer = saved(words("<unk>", "a", "b"), tmp_path / "words", eos_token="a")
     with pytest.raises(RequestError, match="do not stand for fixed bytes"):
         Grammars(tokenizer).constraint(SPECS["regex"])
+
+
+def marking_tokenizer() -> Tokenizer:
+    """As Llama 2's: a space before a word is its mark, and the first of a text is not shown."""
+    backend = tokenizers.Tokenizer(BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = BpeTrainer(
+        vocab_size=120, special_tokens=["<|end|>", "<|user|>", "<unk>"], show_progress=False
+    )
+    backend.train_from_iterator(['the treehouse is {"name": "a tree", "age": 12} '] * 9, trainer)
+    special = {"eos_token": "<|end|>", "unk_token": "<unk>"}
+    return Tokenizer(
+        backend, special_tokens=special, eos_ids=[END], chat_template=None, source="the tests"
+    )
+
+
+@pytest.mark.parametrize("name", ["choice", "regex", "schema", "lark"])
+def test_where_the_first_space_is_not_shown_the_shown_text_is_what_was_asked_for(
+    name: str,
+) -> None:
+    texts = ["the tree", " the tree", "treehouse"]
+    patterns = {
+        "choice": (json.dumps(texts), "|".join(texts)),
+        "regex": ("( the)* tree", "( the)* tree"),
+        "schema": ('{"const": {"age": 12}}', '\\{\\s*"age"\\s*:\\s*12\\s*\\}'),
+        "lark": ('start: " "? "the" " tree"+', " ?the( tree)+"),
+    }
+    source, pattern = patterns[name]
+    kind = {"schema": "json_schema", "lark": "grammar"}.get(name, name)
+    tokenizer = marking_tokenizer()
+    made = Grammars(tokenizer)
+    spec = GrammarSpec(kind=kind, text=source, param="x")  # type: ignore[arg-type]  # a table
+    seen = set()
+    for seed in range(40):
+        walk, rng, known = made.constraint(spec), random.Random(seed), list[int]()
+        while END not in known:
+            known.append(rng.choice(ids_of(walk.mask(known, 0, ()))))
+        seen.add(tokenizer.decode(known))
+    assert all(re.fullmatch(pattern, text) for text in seen), seen
+    assert name != "choice" or seen == set(texts)
+    forced = made.constraint(spec).forced([], 0, 5)
+    assert name != "schema" or tokenizer.decode(forced).startswith("{")
 
 
 def test_thousands_of_grammars_leave_no_memory_behind() -> None:
