@@ -18,10 +18,12 @@ from typing import TypeVar
 
 import msgspec
 
-from specserve.admission import make_requests
+from specserve.admission import constrained, make_requests
 from specserve.chat_template import render_chat
 from specserve.compose import build_engine
+from specserve.constraint import GrammarSpec
 from specserve.errors import ConfigError, EngineError
+from specserve.grammar import Grammars
 from specserve.options import EngineOptions
 from specserve.stream import merge
 from specserve.types import (
@@ -84,6 +86,7 @@ class LLM:
             raise ConfigError(f"an option of LLM has a wrong value: {error}") from error
         self._built = build_engine(chosen, recorder=recorder)
         self._engine = self._built.engine
+        self._grammars = Grammars(self._engine.tokenizer)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="specserve-llm", daemon=True
@@ -105,13 +108,17 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         speculation: Speculation | None = None,
+        text_format: GrammarSpec | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt (text or token ids); all run in one batch, results in order."""
+        """Complete each prompt (text or token ids); all run in one batch, results in order.
+
+        text_format: what every text must look like
+        """
         listed = _as_list(prompts)
         tokenizer = self._engine.tokenizer
         ids = [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in listed]
         texts = [p if isinstance(p, str) else None for p in listed]
-        return self._complete(ids, texts, sampling_params, speculation)
+        return self._complete(ids, texts, sampling_params, speculation, text_format)
 
     def chat(
         self,
@@ -119,6 +126,7 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         speculation: Speculation | None = None,
+        text_format: GrammarSpec | None = None,
     ) -> list[RequestOutput]:
         """One conversation, or a list of them, through the model's chat template."""
         many: list[list[dict[str, object]]] = []
@@ -127,7 +135,7 @@ class LLM:
         else:
             many += [list(c) for c in messages if not isinstance(c, dict)]
         ids = [render_chat(self._engine.tokenizer, conversation) for conversation in many]
-        return self._complete(ids, [None] * len(ids), sampling_params, speculation)
+        return self._complete(ids, [None] * len(ids), sampling_params, speculation, text_format)
 
     def shutdown(self) -> None:
         """Stop the engine and its threads; calling twice is fine."""
@@ -169,6 +177,7 @@ class LLM:
         texts: list[str | None],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         speculation: Speculation | None,
+        text_format: GrammarSpec | None,
     ) -> list[RequestOutput]:
         params = _params_for(len(ids), sampling_params)
         groups = [
@@ -181,6 +190,8 @@ class LLM:
             )
             for prompt, one in zip(ids, params, strict=True)
         ]
+        if text_format is not None:
+            groups = [self._bound(group, text_format) for group in groups]
         chunks = self._run(self._run_all([request for group in groups for request in group]))
         results = []
         for group, text in zip(groups, texts, strict=True):
@@ -195,6 +206,10 @@ class LLM:
                 )
             )
         return results
+
+    def _bound(self, requests: list[Request], spec: GrammarSpec) -> list[Request]:
+        constraints = [self._grammars.constraint(spec) for _ in requests]
+        return constrained(requests, constraints, param=spec.param)
 
     async def _run_all(self, requests: list[Request]) -> dict[str, TokenChunk]:
         """Every request's whole output as one chunk; at most max_waiting are queued at a time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from specserve import LLM, SamplingParams
+from specserve.constraint import GrammarSpec
 from specserve.errors import ConfigError, RequestError
 from specserve.types import Speculation
 
@@ -53,6 +55,29 @@ def test_greedy_text_is_sensible_and_the_same_alone_and_beside_others(llm: LLM) 
     beside = llm.generate(["Hello", "The capital of France is", "def f(x):"], params)
     assert "Paris" in alone.outputs[0].text
     assert beside[1].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_texts_look_as_asked_for_whoever_guesses(llm: LLM) -> None:
+    form = GrammarSpec(kind="regex", text="(yes|no), because [a-z ]{5,20}!", param="text_format")
+    params = SamplingParams(temperature=0.8, seed=1, n=2, max_tokens=40)
+    texts = {
+        tuple(
+            output.text
+            for result in llm.chat(
+                [{"role": "user", "content": "Is the sky green?"}],
+                params,
+                speculation=Speculation(drafter=drafter),
+                text_format=form,
+            )
+            for output in result.outputs
+        )
+        for drafter in ("none", "auto", "grammar")
+    }
+    [both] = texts
+    assert len(both) == 2
+    assert all(re.fullmatch(form.text, text) for text in both)
+    with pytest.raises(RequestError, match="text_format cannot be used"):
+        llm.generate("Hello", text_format=GrammarSpec(kind="regex", text="a(", param="text_format"))
 
 
 def test_chat_goes_through_the_models_template(llm: LLM) -> None:
