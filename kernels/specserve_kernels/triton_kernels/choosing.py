@@ -25,6 +25,7 @@ class Chooser:
     """Buffers for num_rows rows of logits and num_edits edits of them.
 
     tile, num_slots, capacity, chunk: of the kernels, see there; smaller ones give the same tokens
+    cuts, choices: of the last `choose`, for rejection.verify_by_test
     """
 
     def __init__(
@@ -43,31 +44,35 @@ class Chooser:
         self._vocab_size, self._tile, self._chunk = vocab_size, tile, chunk
         self._values = torch.empty(num_edits, device=device)
         self._originals = torch.empty(num_edits, dtype=dtype, device=device)
-        self._cuts: Cuts = no_cuts(num_rows, device)
+        self.cuts: Cuts = no_cuts(num_rows, device)
         self._lists = cuts.make_lists(num_rows, device, capacity)
         self._tiles = sampling.make_tiles(
             num_rows, vocab_size, device, tile=tile, num_slots=num_slots
         )
-        self._choices = empty_choices(num_rows, device)
+        self.choices = empty_choices(num_rows, device)
 
     def choose(self, logits: Tensor, rows: Rows, wanted: Edits, *, purpose: int = 0) -> Choices:
         """[num_rows, >= vocab_size] -> a token per row, in this object's own buffer.
 
         Tokens with an edit are left -inf in `logits`; `restore` undoes that.
         """
-        edited = Edited(wanted.starts, wanted.ids, self._values)
+        edited = self.edited(wanted)
         edits.edit(logits, wanted, self._values, self._originals)
         size = self._vocab_size
         cuts.find_cuts(
-            logits, rows, edited, self._lists, self._cuts, vocab_size=size, chunk=self._chunk
+            logits, rows, edited, self._lists, self.cuts, vocab_size=size, chunk=self._chunk
         )
         sampling.choose_tokens(
-            *(logits, rows, self._cuts, edited, self._tiles, self._choices),
+            *(logits, rows, self.cuts, edited, self._tiles, self.choices),
             vocab_size=size,
             purpose=purpose,
             tile=self._tile,
         )
-        return self._choices
+        return self.choices
+
+    def edited(self, wanted: Edits) -> Edited:
+        """What the edits of the last `choose` came to."""
+        return Edited(wanted.starts, wanted.ids, self._values)
 
     def restore(self, logits: Tensor, wanted: Edits) -> None:
         """Undo the edits of the last `choose`."""

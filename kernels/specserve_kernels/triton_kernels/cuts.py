@@ -72,7 +72,7 @@ def masses_of(weights):
 
 
 @triton.jit
-def _tokens(row_ptr, num_tokens, edit_ids_ptr, edit_values_ptr, first_edit, num_edits, items):
+def tokens_of(row_ptr, num_tokens, edit_ids_ptr, edit_values_ptr, first_edit, num_edits, items):
     """(logits, ids) of items: the row's tokens, then its edited ones; -inf where there is none."""
     dense = items < num_tokens
     edited = (items >= num_tokens) & (items < num_tokens + num_edits)
@@ -99,7 +99,7 @@ def _held(row_ptr, num_tokens, edit_ids_ptr, edit_values_ptr, first_edit, num_ed
             weights = tl.load(list_weights_ptr + items, mask=there, other=float("-inf"))
             ids = tl.load(list_ids_ptr + items, mask=there, other=0)
         else:
-            x, ids = _tokens(row_ptr, num_tokens, edit_ids_ptr, edit_values_ptr, first_edit,
+            x, ids = tokens_of(row_ptr, num_tokens, edit_ids_ptr, edit_values_ptr, first_edit,
                              num_edits, items)  # fmt: skip
             weights = weights_of(x, best, temperature)
         keys = tl.abs(weights).to(tl.int32, bitcast=True)  # rises as the weight falls
@@ -156,7 +156,7 @@ def _best(row_ptr, num_tokens, edit_ids_ptr, edit_values_ptr, first_edit, num_ed
           CHUNK: tl.constexpr):  # fmt: skip
     best = tl.full((), float("-inf"), tl.float32)
     for start in range(0, num_tokens + num_edits, CHUNK):
-        x, _ids = _tokens(row_ptr, num_tokens, edit_ids_ptr, edit_values_ptr, first_edit,
+        x, _ids = tokens_of(row_ptr, num_tokens, edit_ids_ptr, edit_values_ptr, first_edit,
                           num_edits, start + tl.arange(0, CHUNK))  # fmt: skip
         best = tl.maximum(best, tl.max(x, 0))
     return best
@@ -170,7 +170,7 @@ def _list_near(row_ptr, num_tokens, edit_ids_ptr, edit_values_ptr, first_edit, n
     num_listed, num_possible = 0, 0
     mass, listed_mass = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     for start in range(0, num_tokens + num_edits, CHUNK):
-        x, ids = _tokens(row_ptr, num_tokens, edit_ids_ptr, edit_values_ptr, first_edit,
+        x, ids = tokens_of(row_ptr, num_tokens, edit_ids_ptr, edit_values_ptr, first_edit,
                          num_edits, start + tl.arange(0, CHUNK))  # fmt: skip
         weights = weights_of(x, best, temperature)
         near = weights >= NEAR
