@@ -22,6 +22,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 256
 MAX_DRAFT_WIDTH = 16
@@ -92,10 +94,12 @@ def make_requests(
     cache_salt: str | None = None,
     traceparent: str | None = None,
     prediction_ids: Seq[int] = (),
+    bad_word_ids: tuple[tuple[int, ...], ...] = (),
 ) -> list[Request]:
     """n Requests for one prompt; RequestError names the field, the value and the limit.
 
     Sequence i of n draws its noise from seed + i, so that the n texts differ and each replays.
+    bad_word_ids: of params.bad_words
     """
     _check_params(params, limits)
     _check_prompt(prompt_ids, limits)
@@ -125,6 +129,7 @@ def make_requests(
             draft_width=chosen.draft_width,
             verify=chosen.verify,
             prediction_ids=tuple(prediction_ids[: limits.max_model_len]),
+            bad_word_ids=bad_word_ids,
             stop_ids=stop_ids,
             eos_ids=limits.eos_ids,
             priority=priority,
@@ -179,6 +184,7 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
         _check_int("logprobs", params.logprobs, 0, min(MAX_LOGPROBS, limits.vocab_size))
     _check_stops(params, limits)
     _check_logit_bias(params, limits)
+    _check_bans(params, limits)
 
 
 def _check_stops(params: SamplingParams, limits: Limits) -> None:
@@ -214,6 +220,35 @@ def _check_logit_bias(params: SamplingParams, limits: Limits) -> None:
     for token_id, bias in params.logit_bias.items():
         _check_int("logit_bias", token_id, 0, limits.vocab_size - 1)
         _check_number("logit_bias", bias, *LOGIT_BIAS_RANGE)
+
+
+def _check_bans(params: SamplingParams, limits: Limits) -> None:
+    if params.allowed_token_ids is not None:
+        count = len(params.allowed_token_ids)
+        if not 1 <= count <= limits.vocab_size:
+            raise RequestError(
+                f"allowed_token_ids has {count} ids, it must have 1 to {limits.vocab_size}",
+                param="allowed_token_ids",
+            )
+        for token_id in params.allowed_token_ids:
+            _check_int("allowed_token_ids", token_id, 0, limits.vocab_size - 1)
+    check_bad_words(params.bad_words)
+
+
+def check_bad_words(words: Seq[str]) -> None:
+    """Before they are tokenized, too."""
+    if len(words) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words has {len(words)} texts, at most {MAX_BAD_WORDS} are allowed",
+            param="bad_words",
+        )
+    for text in words:
+        if not 1 <= len(text) <= MAX_BAD_WORD_CHARS:
+            raise RequestError(
+                f"bad_words holds a text of {len(text)} characters, each must have 1 to "
+                f"{MAX_BAD_WORD_CHARS}",
+                param="bad_words",
+            )
 
 
 def _check_prompt(prompt_ids: Seq[int], limits: Limits) -> None:

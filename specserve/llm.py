@@ -19,6 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from specserve.admission import constrained, make_requests
+from specserve.bad_words import bad_word_ids
 from specserve.chat_template import render_chat
 from specserve.compose import build_engine
 from specserve.constraint import GrammarSpec
@@ -187,6 +188,7 @@ class LLM:
                 one,
                 request_id=f"llm-{uuid.uuid4().hex}",
                 speculation=speculation,
+                bad_word_ids=bad_word_ids(self._engine.tokenizer, one.bad_words),
             )
             for prompt, one in zip(ids, params, strict=True)
         ]
@@ -276,8 +278,13 @@ def _params_for(
 def _normal(params: SamplingParams) -> SamplingParams:
     """Lists and single strings, as people write them, become the tuples a Request holds."""
     stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
+    allowed = params.allowed_token_ids
     return msgspec.structs.replace(
-        params, stop=stop, stop_token_ids=tuple(params.stop_token_ids or ())
+        params,
+        stop=stop,
+        stop_token_ids=tuple(params.stop_token_ids or ()),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
+        bad_words=tuple(params.bad_words or ()),
     )
 
 

@@ -35,6 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None  # no other token; None: any
+    bad_words: tuple[str, ...] = ()  # texts that are not put out; Request.bad_word_ids is read
     min_tokens: int = 0
     max_tokens: int | None = 16  # None: as many as fit
     stop: tuple[str, ...] = ()
@@ -78,6 +80,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str | None = None  # W3C, of the span that the request's spans belong to
     draft_width: int = 1  # most children of a guess; 1: chains
     prediction_ids: tuple[int, ...] = ()  # what the user expects the output to be
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # never in the output, one after the other
     constraint: Constraint | None = None  # this sequence's own: what the output must look like
 
     @property

@@ -20,6 +20,7 @@ def a_sampling_request(
     verify: VerifyRule = "replay",
     stop_ids: Seq[int] = (),
     eos_ids: Seq[int] = (),
+    bad_word_ids: tuple[tuple[int, ...], ...] = (),
     **params: Any,  # fields of SamplingParams
 ) -> Request:
     return Request(
@@ -32,6 +33,7 @@ def a_sampling_request(
         verify=verify,
         stop_ids=frozenset(stop_ids),
         eos_ids=frozenset(eos_ids),
+        bad_word_ids=bad_word_ids,
     )
 
 

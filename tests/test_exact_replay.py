@@ -283,6 +283,9 @@ async def test_penalties_count_guesses_only_once_they_are_tokens(guesser: str, n
 
 
 FILTERS = {
+    "allowed ids": SamplingParams(
+        temperature=1.0, allowed_token_ids=tuple(range(1, 64, 2)), max_tokens=NUM_TOKENS, seed=5
+    ),
     "top_k": SamplingParams(temperature=1.0, top_k=3, max_tokens=NUM_TOKENS, seed=5),
     "top_p": SamplingParams(temperature=1.2, top_p=0.7, max_tokens=NUM_TOKENS, seed=5),
     "min_p": SamplingParams(temperature=1.5, min_p=0.1, max_tokens=NUM_TOKENS, seed=5),

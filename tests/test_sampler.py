@@ -41,6 +41,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
     {"presence_penalty": 2.0, "temperature": 0.0},
     {"logit_bias": {5: 8.0, 6: -100.0}, "top_k": 20},
+    {"allowed_token_ids": tuple(range(3, 40, 4)), "temperature": 0.8},
+    {"bad_word_ids": ((7,), (3, 4, 9), (4, 11), (2, 4, 12))},
 ]
 
 
@@ -152,6 +154,28 @@ def test_penalties_count_the_draft_prefix_of_the_row_and_nothing_else() -> None:
     values = [0.0, 0.0, 1.0, 0.0]
     assert processed(values, drafted) == processed(values, emitted)
     assert processed(values, drafted) != processed(values, elsewhere)
+
+
+def test_only_allowed_tokens_can_be_chosen_whatever_their_bias() -> None:
+    row = a_row((0,), allowed_token_ids=(2, 4, 99), logit_bias={1: 50.0}, top_k=1)
+    assert survivors([3.0, 9.0, 1.0, 8.0, 2.0], row) == [4]
+    row = a_row((0,), allowed_token_ids=(2, 4), temperature=0.0)
+    assert choose(torch.tensor([[3.0, 9.0, 1.0, 8.0, 2.0]]), [row], vocab_size=5) == [4]
+
+
+def test_a_bad_word_is_cut_at_its_last_token_and_only_where_it_would_be_whole() -> None:
+    words = ((1,), (3, 4), (5, 3, 2), (99,))
+    flat = [0.0] * 6
+
+    def open_after(history: tuple[int, ...], prefix: tuple[int, ...] = ()) -> list[int]:
+        row = a_row(history, prompt=(9, 3), draft_prefix=prefix, bad_word_ids=words)
+        return survivors(flat, row)
+
+    assert open_after((9, 3)) == [0, 2, 3, 4, 5]  # the prompt's 3 is no part of the output
+    assert open_after((9, 3, 3)) == [0, 2, 3, 5]
+    assert open_after((9, 3, 5), (3,)) == [0, 3, 5]  # guesses count as if they were accepted
+    assert open_after((9, 3, 5, 3)) == [0, 3, 5]
+    assert open_after((9, 3, 5, 0, 3)) == [0, 2, 3, 5]
 
 
 def test_logit_bias_is_added_after_penalties_and_before_temperature() -> None:

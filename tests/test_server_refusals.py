@@ -51,6 +51,8 @@ SAMPLING = [
     ("min_tokens", -1), ("min_tokens", 10**40), ("seed", 2**63), ("seed", -(2**63) - 1),
     ("stop", ""), ("stop", [""]), ("stop", ["", "x"]), ("stop", ["a"] * 17), ("stop", "a" * 1025),
     ("stop_token_ids", [-1]), ("stop_token_ids", [VOCAB_SIZE]), ("stop_token_ids", [1] * 129),
+    ("allowed_token_ids", []), ("allowed_token_ids", [VOCAB_SIZE]), ("allowed_token_ids", [-1]),
+    ("bad_words", [""]), ("bad_words", ["a" * 257]), ("bad_words", ["a"] * 129),
     ("logit_bias", {"-1": 1}), ("logit_bias", {str(VOCAB_SIZE): 1}), ("logit_bias", {"abc": 1}),
     ("logit_bias", {"5": 1e9}), ("logit_bias", {"9" * 30: 1}),
     ("cache_salt", ""), ("cache_salt", "a" * 257), ("priority", 2**31), ("priority", -(10**40)),

@@ -284,6 +284,24 @@ async def test_tokens_logprobs_and_usage_end_where_the_text_does(drafter: str) -
     assert joined(ids) == list(b"abcdef")
 
 
+async def test_bad_words_and_forbidden_tokens_are_never_put_out_whoever_guesses() -> None:
+    async with a_server(says("hello, hello")) as server:
+        texts: dict[str, set[str]] = {"bad": set(), "allowed": set()}
+        for drafter in ("none", "oracle", "anti", "part"):
+            asked = {"speculation": {"drafter": drafter}, "max_tokens": 12}
+            bad = await server.complete(bad_words=["el", "o,"], **asked)
+            texts["bad"].add(bad.json()["choices"][0]["text"])
+            ids = [ord(character) for character in "help"]
+            allowed = await server.complete(allowed_token_ids=ids, **asked)
+            texts["allowed"].add(allowed.json()["choices"][0]["text"])
+    [bad_text], [allowed_text] = texts["bad"], texts["allowed"]
+    assert len(bad_text) == 12
+    assert "el" not in bad_text
+    assert "o," not in bad_text
+    assert set(allowed_text) <= set("help")
+    assert allowed_text.startswith("hell")
+
+
 async def test_long_bodies_are_read_and_parsed_all_the_same() -> None:
     settings = ServerSettings(off_loop_body_bytes=10)
     async with a_server(says("hello"), settings=settings) as server:

@@ -82,8 +82,6 @@ UNSUPPORTED = {
     "best_of": 2,
     "truncate_prompt_tokens": 5,
     "prompt_logprobs": 0,
-    "allowed_token_ids": [1],
-    "bad_words": ["a"],
     "logits_processors": ["x"],
     "use_beam_search": True,
     "length_penalty": 0.5,

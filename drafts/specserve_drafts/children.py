@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from specserve.noise import F64, Ids, Noise, Purpose, at_node, gumbel_of
-from specserve.sampler import LogitsRow, RowError, as_rows
+from specserve.sampler import LogitsRow, RowError, as_rows, needs_edits
 from specserve.sampler.rows import edited
 
 MOST_CANDIDATES: Final = 256
@@ -111,21 +111,6 @@ def _best(
             ids = entries_np[idx] if target_ids is None else target_ids[entries_np[idx]]
             result.append(_in_order(ids, values_np[idx], log_mass[idx]))
     return result
-
-
-def needs_edits(row: LogitsRow) -> bool:
-    """Whether logits change by penalties, biases or min_tokens; if not here, then nowhere deeper.
-
-    A constraint is not among them: what it forbids is cut from a draft, whoever made it.
-    """
-    params = row.request.params
-    return bool(
-        params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1
-        or params.logit_bias
-        or row.num_output < params.min_tokens
-    )
 
 
 def _edited(

@@ -26,8 +26,7 @@ from specserve.models.linear import Weight
 from specserve.models.native import alternate
 from specserve.models.rope import cos_sin, inverse_frequencies
 from specserve.noise import MAX_SEED, Ids, Purpose
-from specserve.sampler import LogitsRow
-from specserve_drafts.children import needs_edits
+from specserve.sampler import LogitsRow, needs_edits
 from specserve_drafts.eagle3_files import Eagle3Config, Eagle3Weights, load_eagle3
 from specserve_drafts.eagle3_states import State
 from specserve_drafts.eagle3_work import Work, wish_of

@@ -9,7 +9,14 @@ from specserve.sampler.choose import (
     logprobs,
 )
 from specserve.sampler.pipeline import process_logits, process_row
-from specserve.sampler.rows import LogitsRow, RowError, as_rows, edited, penalise_in_numpy
+from specserve.sampler.rows import (
+    LogitsRow,
+    RowError,
+    as_rows,
+    edited,
+    needs_edits,
+    penalise_in_numpy,
+)
 
 __all__ = [
     "LogitsRow",
@@ -22,6 +29,7 @@ __all__ = [
     "draft_choice",
     "edited",
     "logprobs",
+    "needs_edits",
     "penalise_in_numpy",
     "process_logits",
     "process_row",

@@ -52,6 +52,16 @@ class LogitsRow:
         return self.position - len(self.request.prompt_ids)
 
     @property
+    def banned(self) -> list[int]:
+        """Tokens with which a bad word would be complete here."""
+        words = self.request.bad_word_ids
+        if not words:
+            return []
+        longest = max(len(word) for word in words) - 1
+        known = [*self.history[len(self.request.prompt_ids) :][-longest:], *self.draft_prefix]
+        return [word[-1] for word in words if len(known) >= len(word) - 1 and _ends(known, word)]
+
+    @property
     def mask(self) -> bytes | None:
         """A bit per token that the request's constraint allows here; None: all. May raise RowError,
         for this row alone."""
@@ -66,6 +76,28 @@ class LogitsRow:
     @property
     def is_greedy(self) -> bool:
         return self.request.params.temperature < GREEDY_BELOW
+
+
+def _ends(known: Seq[int], word: Seq[int]) -> bool:
+    """Whether what is known ends with all of a word but its last token."""
+    return list(known[len(known) - len(word) + 1 :]) == list(word[:-1])
+
+
+def needs_edits(row: LogitsRow) -> bool:
+    """Whether params change the logits; if not here, then nowhere deeper.
+
+    A constraint is not among them: what it forbids is cut from a draft, whoever made it.
+    """
+    params = row.request.params
+    return bool(
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1
+        or params.logit_bias
+        or params.allowed_token_ids is not None
+        or row.request.bad_word_ids
+        or row.num_output < params.min_tokens
+    )
 
 
 def as_rows(logits: Tensor, vocab_size: int) -> Floats:
@@ -101,18 +133,16 @@ def allowed(logits: Floats, row: LogitsRow) -> Floats:
 
 
 def _penalised(logits: Floats, row: LogitsRow) -> Floats:
-    """[V] with penalties, logit bias and the min_tokens mask; the input itself if none applies."""
+    """[V] with penalties, logit bias and what params forbid; the input itself if none applies."""
     request, params = row.request, row.request.params
-    penalised = (
+    if not needs_edits(row):
+        return logits
+    logits = logits.copy()
+    if (
         params.presence_penalty != 0
         or params.frequency_penalty != 0
         or params.repetition_penalty != 1
-    )
-    masked = row.num_output < params.min_tokens
-    if not (penalised or masked or params.logit_bias):
-        return logits
-    logits = logits.copy()
-    if penalised:
+    ):
         known = np.array([*row.history, *row.draft_prefix], dtype=np.int64)
         if native_sampler.available() and native_sampler.fits(logits):
             native_sampler.penalise(
@@ -128,9 +158,15 @@ def _penalised(logits: Floats, row: LogitsRow) -> Floats:
     for token_id, bias in params.logit_bias.items():
         if token_id < len(logits):
             logits[token_id] += bias
-    if masked:
-        stops = [i for i in request.eos_ids | request.stop_ids if i < len(logits)]
-        logits[stops] = -np.inf
+    never = row.banned
+    if row.num_output < params.min_tokens:
+        never += request.eos_ids | request.stop_ids
+    logits[[token_id for token_id in never if token_id < len(logits)]] = -np.inf
+    if params.allowed_token_ids is not None:
+        may = [token_id for token_id in params.allowed_token_ids if token_id < len(logits)]
+        kept = logits[may]
+        logits.fill(-np.inf)
+        logits[may] = kept
     return logits
 
 
@@ -166,8 +202,9 @@ def check_best(value: float, row: LogitsRow) -> None:
     """Raises RowError if nothing can be chosen from a row whose largest logit is `value`."""
     if value == -math.inf:
         raise RowError(
-            f"every token is masked at position {row.position}: logit_bias, min_tokens and the "
-            "grammar leave nothing to choose from; lower min_tokens or ban fewer tokens"
+            f"every token is masked at position {row.position}: logit_bias, min_tokens, "
+            "allowed_token_ids, bad_words and the grammar leave nothing to choose from; lower "
+            "min_tokens or ban fewer tokens"
         )
     if not math.isfinite(value):
         raise RowError(

@@ -18,7 +18,7 @@ from specserve.server.params import (
     completion_params,
     refuse_unsupported,
 )
-from specserve.server.prompts import encode_prediction, encode_prompts, split_prompts
+from specserve.server.prompts import encode_beside, encode_prompts, split_prompts
 from specserve.server.replies import (
     Completion,
     CompletionChoice,
@@ -49,13 +49,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
         prompt_ids = await encode_prompts(
             state.engine, prompts, add_special_tokens=body.add_special_tokens is not False
         )
-        prediction_ids = await encode_prediction(state.engine, body.prediction)
+        beside = await encode_beside(state.engine, body)
     job = make_job(
         request,
         body,
         prompt_ids,
         params,
-        prediction_ids=prediction_ids,
+        beside=beside,
         prefix="cmpl-",
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
         param_names={},

@@ -18,7 +18,7 @@ from specserve.server.params import (
     refuse_unsupported,
 )
 from specserve.server.parts import Part, Reader
-from specserve.server.prompts import encode_chat, encode_prediction, text_of
+from specserve.server.prompts import encode_beside, encode_chat, text_of
 from specserve.server.readers import reasoning_opened
 from specserve.server.state import CONTEXT, STATE, ServerState, timed_child
 from specserve.server.structured import behind_reasoning, constrain, format_of
@@ -74,13 +74,13 @@ async def converse(
     request[CONTEXT].attributes["gen_ai.operation.name"] = "chat"
     with timed_child(request, "tokenize"):
         prompt_ids = await _encode(state, body, tools)
-        prediction_ids = await encode_prediction(state.engine, body.prediction)
+        beside = await encode_beside(state.engine, body)
     job = make_job(
         request,
         body,
         [prompt_ids],
         state.reply_format.readable(params, tools),
-        prediction_ids=prediction_ids,
+        beside=beside,
         prefix=prefix,
         default_max_tokens=None,
         param_names=param_names,

@@ -16,6 +16,7 @@ from specserve.engine import Engine
 from specserve.errors import RequestError
 from specserve.server.middleware import valid_request_id
 from specserve.server.params import speculation
+from specserve.server.prompts import Beside
 from specserve.server.replies import Usage
 from specserve.server.state import CONTEXT, STATE
 from specserve.server.tally import Tally
@@ -61,12 +62,12 @@ def make_job(
     prompts: list[list[int]],
     params: SamplingParams,
     *,
-    prediction_ids: Seq[int] = (),
+    beside: Beside,
     prefix: str,
     default_max_tokens: int | None,
     param_names: Mapping[str, str],
 ) -> Job:
-    """prediction_ids:     the output that the client expects
+    """beside:             what was encoded beside the prompts
     prefix:             of the reply's id
     default_max_tokens: where max_tokens is not given; fewer where fewer fit. None: as many as fit
     param_names:        what this endpoint calls admission's fields
@@ -77,9 +78,7 @@ def make_job(
     reply_id = f"{prefix}{uuid.uuid4().hex}"
     try:
         _check_queue(request, prompts, params.n)
-        requests = _requests(
-            request, body, prompts, params, prediction_ids, reply_id, default_max_tokens
-        )
+        requests = _requests(request, body, prompts, params, beside, reply_id, default_max_tokens)
     except RequestError as error:
         error.param = param_names.get(error.param or "", error.param)
         raise
@@ -126,7 +125,7 @@ def _requests(
     body: GenerationBody,
     prompts: Seq[Seq[int]],
     params: SamplingParams,
-    prediction_ids: Seq[int],
+    beside: Beside,
     reply_id: str,
     default_max_tokens: int | None,
 ) -> list[Request]:
@@ -144,7 +143,8 @@ def _requests(
             priority=0 if body.priority is None else body.priority,
             cache_salt=body.cache_salt,
             traceparent=context.span.traceparent,
-            prediction_ids=prediction_ids,
+            prediction_ids=beside.prediction,
+            bad_word_ids=beside.bad_words,
         )
     ]
 

@@ -316,6 +316,11 @@ def body_ranges(limits: Limits, model_name: str) -> dict[str, Json]:
         "stop": {**stop, "maxItems": admission.MAX_STOP_STRINGS, "items": {**stop}},
         "stop_sequences": {"maxItems": admission.MAX_STOP_STRINGS, "items": {**stop}},
         "stop_token_ids": {"maxItems": admission.MAX_STOP_TOKEN_IDS, "items": {**token_id}},
+        "allowed_token_ids": {"minItems": 1, "items": {**token_id}},
+        "bad_words": {
+            "maxItems": admission.MAX_BAD_WORDS,
+            "items": {"minLength": 1, "maxLength": admission.MAX_BAD_WORD_CHARS},
+        },
         "logit_bias": {
             "maxProperties": admission.MAX_LOGIT_BIAS,
             "propertyNames": {"pattern": "^[0-9]{1,10}$"},

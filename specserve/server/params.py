@@ -25,8 +25,6 @@ _UNSUPPORTED = (
     "echo",
     "truncate_prompt_tokens",
     "prompt_logprobs",
-    "allowed_token_ids",
-    "bad_words",
     "logits_processors",
     "use_beam_search",
     "length_penalty",
@@ -146,6 +144,10 @@ def _params(
         frequency_penalty=_given(body.frequency_penalty, default.frequency_penalty),
         repetition_penalty=_given(body.repetition_penalty, default.repetition_penalty),
         logit_bias=_logit_bias(body.logit_bias),
+        allowed_token_ids=(
+            None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
+        ),
+        bad_words=tuple(body.bad_words or ()),
         min_tokens=_given_int(body.min_tokens, default.min_tokens),
         max_tokens=max_tokens,
         stop=_stop_strings(body.stop),

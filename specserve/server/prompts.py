@@ -6,15 +6,17 @@ Text that cannot fit is refused before it is tokenized: a tokenizer's time grows
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any  # JSON that is passed on as it is
+from typing import Any, NamedTuple  # Any: JSON that is passed on as it is
 
+from specserve.admission import check_bad_words
+from specserve.bad_words import bad_word_ids
 from specserve.chat_template import render_chat
 from specserve.engine import Engine
 from specserve.errors import RequestError
 from specserve.server.call_reader import CallFormat
 from specserve.server.tool_prompt import told_in_text
 from specserve.server.tools import ToolUse, calls_for_template
-from specserve.server.wire import ChatBody, ContentPart, MessageBody, PredictionBody, Prompt
+from specserve.server.wire import ChatBody, ContentPart, Extensions, MessageBody, Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Whether to reason, as Qwen's and DeepSeek's templates ask.
@@ -237,15 +239,32 @@ def text_of(content: str | list[ContentPart], where: str) -> str:
     return "".join(part.text or "" for part in content)
 
 
-async def encode_prediction(engine: Engine, prediction: PredictionBody | None) -> list[int]:
-    """Token ids of the output that the client expects; empty if it expects nothing."""
-    if prediction is None or not prediction.content:
-        return []
-    text = text_of(prediction.content, "prediction.content")
-    check_text_size(len(text), engine.limits.max_model_len, "prediction.content")
+class Beside(NamedTuple):
+    """Token ids of texts beside the prompt.
 
-    def encode() -> list[int]:
-        return list(engine.tokenizer.encode(text, add_special_tokens=False))
+    prediction: the output that the client expects; empty if it expects nothing
+    bad_words:  sequences that are never put out
+    """
+
+    prediction: tuple[int, ...]
+    bad_words: tuple[tuple[int, ...], ...]
+
+
+async def encode_beside(engine: Engine, body: Extensions) -> Beside:
+    """RequestError names the field."""
+    words = tuple(body.bad_words or ())
+    check_bad_words(words)
+    text = ""
+    if body.prediction is not None and body.prediction.content:
+        text = text_of(body.prediction.content, "prediction.content")
+        check_text_size(len(text), engine.limits.max_model_len, "prediction.content")
+    if not words and not text:
+        return Beside((), ())
+
+    def encode() -> Beside:
+        tokenizer = engine.tokenizer
+        prediction = tokenizer.encode(text, add_special_tokens=False) if text else ()
+        return Beside(tuple(prediction), bad_word_ids(tokenizer, words))
 
     return await engine.run_off_loop(encode)
 

@@ -87,6 +87,8 @@ class Extensions(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
@@ -112,8 +114,6 @@ class GenerationBody(Extensions, frozen=True, kw_only=True):
     echo: object = None
     truncate_prompt_tokens: object = None
     prompt_logprobs: object = None
-    allowed_token_ids: object = None
-    bad_words: object = None
     logits_processors: object = None
     use_beam_search: object = None
     length_penalty: object = None
