@@ -218,3 +218,18 @@ def test_regret_sees_a_bad_choice() -> None:
     assert goodput(
         steps, lambda row: [timid.random() < 0.1 and at == 0 for at in range(len(row.chances))]
     ) < 0.97 * goodput(steps, keep(0.0))
+
+
+def test_a_model_guesses_in_every_step_in_which_copying_finds_nothing() -> None:
+    """What beat it was there for a few steps: that tells nothing of the next one."""
+
+    def copies(seq_id: int, position: int, depth: int, step: int) -> float:
+        return 0.97 if position % 30 < 20 else 0.0
+
+    kinds = {
+        "suffix": Kind(copies, scores=True),
+        "model": Kind(0.75, per_call=0.0005, per_step=0.001, keeps_kv=True),
+    }
+    world = a_world(kinds, num_seqs=1).run(1000)
+    without = sum(1 for step in world.steps[400:] if not step.num_guesses[0])
+    assert without < 0.02 * 600

@@ -147,7 +147,7 @@ class Controller:
                 if call is not None and goodput > bar:
                     best, bar = call, goodput
                     self._looks.found(name)
-                else:
+                elif not without.num_chosen:  # else what beat it is gone with this step
                     self._looks.missed(name, self._step_idx)
         call = best or self._trial(costly, rows)
         if call is None:
