@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specserve_kernels import PagedBatch
+from specserve_kernels import PagedBatch, make_backend
 from tests.interpreted_triton import ON_DEVICES
 from tests.paged_batches import Segment, a_paged_batch
 
@@ -217,3 +217,55 @@ def test_a_row_has_the_same_bits_alone_and_among_any_others(
     alone = rows_alone(problem, options)
     assert torch.equal(problem.attend(options=options), alone)
     assert torch.equal(problem.attend(options=options, fold=True), alone)
+
+
+@ON_DEVICES
+@pytest.mark.parametrize("fold", [False, True])
+def test_padding_to_a_capacity_changes_nothing(device: str, fold: bool) -> None:
+    """What a captured graph needs: more tiles, rows, tree depth and splits than there are."""
+    problem = a_problem(MIXED, Heads(4, 2, 16), device=device)
+    rows = replace(attention_rows(problem.batch, 2, SMALL, device), fold=fold)
+    assert rows.paths is not None
+
+    def padded(tensor: Tensor, *more: int) -> Tensor:
+        return torch.nn.functional.pad(tensor, more, value=-1)
+
+    larger = replace(
+        rows,
+        tiles=padded(rows.tiles, 0, 0, 0, 3),
+        positions=padded(rows.positions, 0, 5),
+        paths=padded(rows.paths, 0, 2, 0, 5),
+        num_splits=rows.num_splits + 2,
+    )
+    query = torch.nn.functional.pad(problem.query, (0, 0, 0, 0, 0, 5))
+    out = attention.paged_attention(query, problem.keys, problem.values, larger, scale=0.25)
+    assert torch.equal(out[:-5], problem.attend(fold=fold))
+
+
+@ON_DEVICES
+def test_layouts_that_are_not_contiguous_are_refused(device: str) -> None:
+    problem = a_problem([Segment(3, 2)], Heads(4, 2, 16), device=device)
+    with pytest.raises(ValueError, match="contiguous query"):
+        replace(problem, query=problem.query.mT.contiguous().mT).attend()
+
+
+def test_the_twin_is_the_engines_own_reference() -> None:
+    problem = a_problem(MIXED, Heads(4, 2, 16), dtype=torch.float64)
+    backend = make_backend("reference")
+    expected = backend.paged_attention(
+        *(problem.query, problem.keys, problem.values, backend.prepare(problem.batch)),
+        scale=0.25,
+        sliding_window=20,
+    )
+    actual = problem.expected(Options(window=20))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "tokens"),
+    [(32, 32, 16), (16, 8, 8), (32, 8, 8), (9, 3, 8), (32, 4, 8), (64, 4, 4), (96, 1, 1)],
+)
+def test_a_tile_has_16_to_64_rows_or_one_token(
+    num_heads: int, num_kv_heads: int, tokens: int
+) -> None:
+    assert TileSizes.of_heads(num_heads, num_kv_heads).tokens == tokens

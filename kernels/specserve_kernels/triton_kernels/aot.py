@@ -257,17 +257,24 @@ def problems(rows: Iterable[Resources]) -> list[str]:
 
 
 def table(rows: Iterable[Resources]) -> str:
-    """A Markdown table, a row per compiled kernel."""
+    """Markdown: what each kernel takes on each target; models that take the same share a row."""
+    cells: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in rows:
+        for model in row.models:
+            cells.setdefault((row.kernel, row.case, model), {})[row.target] = (
+                f"{row.registers} / {row.spill_bytes} / {row.shared_bytes} / {row.num_warps}"
+            )
+    targets = list(dict.fromkeys(target for cell in cells.values() for target in cell))
+    merged: dict[tuple[str, ...], list[str]] = {}
+    for (kernel, case, model), cell in cells.items():
+        key = (kernel, case, *(cell.get(target, "-") for target in targets))
+        merged.setdefault(key, []).append(model)
     lines = [
-        "| kernel | case | target | registers | spill bytes | shared bytes | warps | stages "
-        "| models |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "Registers / spilled bytes per thread / shared bytes / warps of each program:\n",
+        f"| kernel | case | {' | '.join(targets)} | models |",
+        "|---|---|" + "---|" * (len(targets) + 1),
     ]
-    lines += [
-        f"| {row.kernel} | {row.case} | {row.target} | {row.registers} | {row.spill_bytes} "
-        f"| {row.shared_bytes} | {row.num_warps} | {row.num_stages} | {', '.join(row.models)} |"
-        for row in rows
-    ]
+    lines += [f"| {' | '.join(key)} | {', '.join(models)} |" for key, models in merged.items()]
     return "\n".join(lines)
 
 

@@ -222,8 +222,7 @@ def paged_attention(
         SOFT_CAP=soft_cap is not None,
         FOLD=rows.fold,
         num_warps=4,
-        # A third stage costs registers that these have not.
-        num_stages=2 if rows.fold or rows.paths is not None or k_cache.dtype.itemsize == 1 else 3,
+        num_stages=_num_stages(rows, rows.sizes.tokens * group),
         enable_fp_fusion=False,
         **_all_registers(),
     )
@@ -244,6 +243,11 @@ def _score_scales(scale: float, soft_cap: float | None) -> tuple[float, float]:
     if soft_cap is None:
         return scale * _LOG2_E, 0.0
     return 2 * scale / soft_cap * _LOG2_E, soft_cap * _LOG2_E
+
+
+def _num_stages(rows: AttentionRows, tile_rows: int) -> int:
+    """How far ahead keys are read: 3 reads block tables ahead too, where registers are left."""
+    return 2 if rows.fold or (rows.paths is not None and tile_rows >= 64) else 3
 
 
 def _all_registers() -> dict[str, int]:
