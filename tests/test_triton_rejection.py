@@ -16,12 +16,12 @@ from tests.interpreted_triton import ON_DEVICES
 from tests.logit_rows import a_sampling_request
 from tests.triton_rows import as_row
 
-from specserve_kernels.triton_kernels import rejection  # isort: skip (needs triton)
+from specserve_kernels.triton_kernels import reference_rejection, rejection  # isort: skip (needs triton)
 from specserve_kernels.triton_kernels.choosing import Chooser  # isort: skip
 from specserve_kernels.triton_kernels.rows import pack_edits, pack_rows  # isort: skip
 
 HISTORY, MAX_GUESSES = (1, 2, 3), 5
-NUM_BATCHES, NUM_MORE = 12, 200  # of ragged batches: by default, and with -m slow
+NUM_BATCHES, NUM_MORE = 8, 100  # ragged batches of each rule: by default, and with -m slow
 every_rule = pytest.mark.parametrize("rule", ["rejection", "block"])
 
 
@@ -121,6 +121,31 @@ def check_batch(device: str, rule: VerifyRule, seed: int) -> None:
     actual = verdicts_of(rule, requests, drafts, torch.cat(parts).to(device), size)
     triples = zip(requests, drafts, parts, strict=True)
     assert actual == [engines_verdict(*triple, size) for triple in triples]
+
+
+@every_rule
+def test_the_readable_twin_judges_as_the_engine_does(rule: VerifyRule) -> None:
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        size = int(rng.choice([3, 30]))
+        request = a_sampling_request(
+            HISTORY, seed=seed, verify=rule, temperature=float(rng.choice([0.0, 0.7, 1.0])),
+            top_k=int(rng.choice([0, 2])), presence_penalty=float(rng.choice([0.0, 1.0])),
+        )  # fmt: skip
+        count = int(rng.integers(0, MAX_GUESSES + 1))
+        logits = torch.from_numpy(rng.standard_normal((count + 1, size)).astype(np.float32) * 2)
+        draft = a_random_draft(rng, logits, size)
+        if rng.random() < 0.2:
+            logits[int(rng.integers(count + 1))] = -math.inf
+        laws = [None] * count if draft.probs is None else list(draft.probs.numpy())
+        found = reference_rejection.chain_verdict(
+            logits.numpy(), [as_row(row, size) for row in node_rows(request, HISTORY, draft)],
+            draft.token_ids, laws, max_guesses=MAX_GUESSES, block=rule == "block",
+        )  # fmt: skip
+        verdict = engines_verdict(request, draft, logits, size)
+        assert found[0] == len(verdict.token_ids)
+        assert found[1 : 1 + found[0]] == list(verdict.token_ids)
+        assert [idx for idx in found[MAX_GUESSES + 2 :] if idx >= 0] == list(verdict.path)
 
 
 @ON_DEVICES

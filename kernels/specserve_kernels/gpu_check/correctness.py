@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.gpu_check.report import Correct
-from specserve_kernels.triton_kernels import gemm, norms, reference, reference_sampling
+from specserve_kernels.triton_kernels import (
+    gemm,
+    norms,
+    reference,
+    reference_rejection,
+    reference_sampling,
+    rejection,
+)
 from specserve_kernels.triton_kernels.choosing import Chooser
 from specserve_kernels.triton_kernels.rows import Edit, Row, pack_edits, pack_rows
 from specserve_kernels.triton_kernels.verification import Guesses, verify_replay
@@ -122,6 +129,65 @@ def check_verification(sizes: Sizes, device: torch.device) -> Iterator[Correct]:
     yield Correct("verification", "replay, trees", sizes.num_batches, num_wrong, 0)
 
 
+def check_rejection(sizes: Sizes, device: torch.device) -> Iterator[Correct]:
+    """Chains of guesses that were drawn from a law much like the target's, or given."""
+    for block in (True, False):
+        num_wrong = 0
+        for seed in range(sizes.num_batches):
+            num_wrong += wrong_chains(sizes, device, seed, block)
+        case = "block" if block else "rejection"
+        yield Correct("rejection", f"{case}, chains", sizes.num_batches, num_wrong, 0)
+
+
+def wrong_chains(sizes: Sizes, device: torch.device, seed: int, block: bool) -> int:
+    """How many of a batch of two chains get another verdict than the twin's."""
+    rng = np.random.default_rng(seed)
+    count, size = 1 + seed % 4, sizes.vocab_size
+    values = (rng.standard_normal((2 * count + 2, size)) * 2).astype(np.float32)
+    rows = [
+        Row(
+            seed=seed * 2 + idx // (count + 1),
+            position=9 + idx % (count + 1),
+            top_k=30 * (seed % 2),
+        )
+        for idx in range(len(values))
+    ]
+    laws = np.exp(values + rng.standard_normal(values.shape) * 0.5).astype(np.float32)
+    laws /= laws.sum(1, keepdims=True)
+    guesses = [int(choice.argmax()) for choice in np.log(laws) + rng.gumbel(size=laws.shape)]
+    # The first chain's guesses were drawn, the second one's given.
+    drawn = [idx if idx < count else -1 for idx in range(len(values))]
+    expected = [
+        reference_rejection.chain_verdict(
+            values[first : first + count + 1], rows[first : first + count + 1],
+            guesses[first : first + count],
+            [laws[idx] if first == 0 else None for idx in range(count)],
+            max_guesses=7, block=block,
+        )
+        for first in (0, count + 1)
+    ]  # fmt: skip
+    logits = torch.from_numpy(values).to(device)
+    packed, edits = pack_rows(rows, device), pack_edits(rows, device)
+    chooser = Chooser(
+        *(len(rows), size, logits.dtype, device), tile=sizes.tile, chunk=min(sizes.tile, 2048)
+    )
+    chooser.choose(logits, packed, edits)
+    starts = [0, count + 1, 2 * count + 2]
+    firsts = [0] * (count + 1) + [count + 1] * (count + 1)
+    columns = starts, firsts, guesses, drawn
+    ints = [torch.tensor(column, dtype=torch.int32, device=device) for column in columns]
+    chains = rejection.Chains(ints[0], ints[1], ints[2], ints[3], torch.from_numpy(laws).to(device))
+    verdicts = torch.empty(2, 16, dtype=torch.int32, device=device)
+    rejection.verify_by_test(
+        *(logits, packed, chooser.cuts, chooser.edited(edits), chooser.choices, chains),
+        *(rejection.make_judged(len(rows), 2, device), verdicts),
+        vocab_size=size,
+        block=block,
+        chunk=min(sizes.tile, rejection.CHUNK),
+    )
+    return int((verdicts.cpu() != torch.tensor(expected)).any(1).sum())
+
+
 def check_gemm(sizes: Sizes, device: torch.device) -> Iterator[Correct]:
     """Close to the sum in fp64, and every row to the same bits alone."""
     size = sizes.hidden_size
@@ -158,6 +224,7 @@ def check_norms(sizes: Sizes, device: torch.device) -> Iterator[Correct]:
 CHECKS: dict[str, Check] = {
     "sampling": check_sampling,
     "verification": check_verification,
+    "rejection": check_rejection,
     "gemm": check_gemm,
     "norms": check_norms,
 }

@@ -18,16 +18,20 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 
 
+def words(
+    key: tuple[int, int], position: int, purpose: int, part: int, count: int
+) -> NDArray[np.uint64]:
+    """[count] words of one stream."""
+    counter = np.array([0, part, position, purpose], dtype=np.uint64)
+    philox = np.random.Philox(counter=counter, key=np.array(key, dtype=np.uint64))
+    return philox.random_raw(count)
+
+
 def uniforms(key: tuple[int, int], position: int, purpose: int, n: int) -> F64:
     """[n] the uniforms in (0, 1) of tokens 0..n-1: 16 leading bits and 48 trailing ones."""
-
-    def words(part: int, count: int) -> NDArray[np.uint64]:
-        counter = np.array([0, part, position, purpose], dtype=np.uint64)
-        philox = np.random.Philox(counter=counter, key=np.array(key, dtype=np.uint64))
-        return philox.random_raw(count)
-
-    cells = words(0, (n + 3) // 4).astype("<u8").view("<u2")[:n]
-    fraction = ((words(1, n) >> np.uint64(16)).astype(np.float64) + 0.5) * 2.0**-48
+    cells = words(key, position, purpose, 0, (n + 3) // 4).astype("<u8").view("<u2")[:n]
+    trailing = words(key, position, purpose, 1, n) >> np.uint64(16)
+    fraction = (trailing.astype(np.float64) + 0.5) * 2.0**-48
     result: F64 = np.minimum((cells + fraction) / 2**16, 1.0 - 2.0**-53)
     return result
 
