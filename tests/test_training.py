@@ -372,7 +372,9 @@ def test_a_draft_is_trained_resumed_and_evaluated_from_the_command_line(
     assert [step for step, _ in card["held_out"]] == [0, 20, 40, 60]
     (_, first), (_, last) = card["held_out"][0], card["held_out"][-1]
     assert last["tokens_per_step"] > first["tokens_per_step"]
-    assert "Held-out" in (out / "CARD.md").read_text()
+    text = (out / "CARD.md").read_text()
+    assert "Held-out" in text
+    assert str(tmp_path) not in text + (out / "card.json").read_text()
     capsys.readouterr()
     report = tmp_path / "eval.json"
     evaluate = [

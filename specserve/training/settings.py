@@ -176,10 +176,21 @@ def begin(options: TrainOptions) -> Path:
     return directory
 
 
+def without_folders(name: str) -> str:
+    """The last part of a path that exists: a card tells nobody's folders."""
+    return Path(name).name if name and Path(name).exists() else name
+
+
 def command_of(options: TrainOptions) -> str:
-    """What to type for these options; of --out the last part: a card tells nobody's folders."""
+    """What to type for these options, `without_folders`."""
     words = ["specserve", "draft", "train"]
-    options = msgspec.structs.replace(options, out=Path(options.out).name)
+    options = msgspec.structs.replace(
+        options,
+        out=without_folders(options.out),
+        data=without_folders(options.data),
+        model=without_folders(options.model),
+        start_from=without_folders(options.start_from),
+    )
     for field in msgspec.structs.fields(options):
         value = getattr(options, field.name)
         if value != field.default and field.name != "resume":

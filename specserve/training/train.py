@@ -29,7 +29,14 @@ from specserve.training.heldout import HeldOut
 from specserve.training.lessons import Document, split
 from specserve.training.loop import Listener, Run, Schedule, StepReport, train
 from specserve.training.prompts import read_prompts
-from specserve.training.settings import TrainOptions, begin, check, command_of, parse_temperatures
+from specserve.training.settings import (
+    TrainOptions,
+    begin,
+    check,
+    command_of,
+    parse_temperatures,
+    without_folders,
+)
 from specserve.training.students import Student
 from specserve.training.teacher import Teacher
 from specserve.training.vocabulary import coverage, most_frequent
@@ -294,8 +301,8 @@ def _card(
     """With what only the caller knows left at nothing."""
     return Card(
         kind=options.kind,
-        model=options.model,
-        data=options.data,
+        model=without_folders(options.model),
+        data=without_folders(options.data),
         num_prompts=num_prompts,
         num_answers=len(documents),
         num_tokens=sum(len(one.answer_ids) for one in documents),
