@@ -302,6 +302,58 @@ async def test_bad_words_and_forbidden_tokens_are_never_put_out_whoever_guesses(
     assert allowed_text.startswith("hell")
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_echo_puts_each_prompt_before_its_texts(stream: bool) -> None:
+    async with a_server(says("hello")) as server:
+        asked: list[tuple[dict[str, object], list[str]]] = [
+            ({"prompt": "say it:", "n": 2}, ["say it:hello"] * 2),
+            ({"prompt": ["é:", "b:"]}, ["é:hello", "b:hello"]),
+            ({"prompt": list(b"ids:")}, ["ids:hello"]),
+            ({"prompt": "a long one:", "truncate_prompt_tokens": 4}, ["one:hello"]),
+        ]
+        for body, expected in asked:
+            reply = await server.complete(echo=True, stream=stream, **body)
+            found = ["" for _ in expected]
+            replies = reply.events[:-1] if stream else [reply.json()]
+            for choice in (choice for part in replies for choice in part["choices"]):
+                found[choice["index"]] += choice["text"]
+            assert found == expected
+
+
+async def test_a_prompt_is_cut_to_its_last_tokens_in_both_endpoints() -> None:
+    async with a_server(says("hello")) as server:
+        for wanted, used in ((3, 3), (-1, 255), (255, 255)):
+            reply = await server.complete(
+                prompt=[*[1] * 300, ord(":")], truncate_prompt_tokens=wanted, max_tokens=1
+            )
+            assert reply.json()["usage"]["prompt_tokens"] == used
+        chat = (await server.chat(truncate_prompt_tokens=2, max_tokens=1)).json()
+        assert chat["usage"]["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize("drafter", ["none", "oracle"])
+async def test_of_best_of_the_likeliest_come_back_and_all_are_counted(drafter: str) -> None:
+    async with a_server(says("hello")) as server:
+        asked = {
+            "prompt": ["a:", "b:"], "temperature": 2.0, "seed": 3, "max_tokens": 4,
+            "speculation": {"drafter": drafter}, "ignore_eos": True,
+            "logit_bias": {str(ord(letter)): 20 for letter in "xyz"},
+        }  # fmt: skip
+        every = (await server.complete(**asked, n=6, logprobs=0)).json()
+        best = (await server.complete(**asked, n=2, best_of=6)).json()
+    assert best["usage"]["completion_tokens"] == every["usage"]["completion_tokens"] == 48
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+    assert [choice["logprobs"] for choice in best["choices"]] == [None] * 4
+    for first in (0, 1):
+        group = every["choices"][6 * first : 6 * first + 6]
+        means = {c["index"]: sum(c["logprobs"]["token_logprobs"]) / 4 for c in group}
+        wanted = sorted(group, key=lambda choice: -means[choice["index"]])[:2]
+        assert len({round(value, 9) for value in means.values()}) > 2
+        assert [c["text"] for c in best["choices"][2 * first : 2 * first + 2]] == [
+            c["text"] for c in wanted
+        ]
+
+
 async def test_long_bodies_are_read_and_parsed_all_the_same() -> None:
     settings = ServerSettings(off_loop_body_bytes=10)
     async with a_server(says("hello"), settings=settings) as server:

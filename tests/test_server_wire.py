@@ -77,10 +77,7 @@ def test_unknown_fields_and_long_numbers_in_them_are_ignored() -> None:
 
 
 UNSUPPORTED = {
-    "echo": True,
     "suffix": "x",
-    "best_of": 2,
-    "truncate_prompt_tokens": 5,
     "prompt_logprobs": 0,
     "logits_processors": ["x"],
     "use_beam_search": True,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
+from specserve.engine import Engine
 from specserve.server.answer import answer
 from specserve.server.body import read_body
 from specserve.server.choices import ChoiceShape
@@ -18,7 +21,7 @@ from specserve.server.params import (
     completion_params,
     refuse_unsupported,
 )
-from specserve.server.prompts import encode_beside, encode_prompts, split_prompts
+from specserve.server.prompts import encode_beside, encode_prompts, split_prompts, truncated
 from specserve.server.replies import (
     Completion,
     CompletionChoice,
@@ -46,9 +49,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
     check_parallel(len(prompts), params.n)
     request[CONTEXT].attributes["gen_ai.operation.name"] = "text_completion"
     with timed_child(request, "tokenize"):
-        prompt_ids = await encode_prompts(
+        encoded = await encode_prompts(
             state.engine, prompts, add_special_tokens=body.add_special_tokens is not False
         )
+        limits, wanted = state.engine.limits, body.truncate_prompt_tokens
+        prompt_ids = [truncated(token_ids, wanted, limits) for token_ids in encoded]
+        echoes = await _echoes(state.engine, prompts, encoded, prompt_ids) if body.echo else None
         beside = await encode_beside(state.engine, body)
     job = make_job(
         request,
@@ -61,14 +67,52 @@ async def completions(request: web.Request) -> web.StreamResponse:
         param_names={},
     )
     job = await constrain(request, job, text_format)
-    return await answer(request, job, CompletionShape(job, state.engine.tokenizer))
+    shape = CompletionShape(
+        job,
+        state.engine.tokenizer,
+        num_choices=1 if body.n is None else body.n,
+        with_logprobs=body.logprobs is not None,
+        echoes=echoes,
+    )
+    return await answer(request, job, shape)
+
+
+async def _echoes(
+    engine: Engine,
+    prompts: Seq[str | list[int]],
+    encoded: Seq[list[int]],
+    used: Seq[list[int]],
+) -> list[str]:
+    """Each prompt as it was sent, or the text of its ids, where those were sent or cut."""
+
+    def texts() -> list[str]:
+        return [
+            prompt if isinstance(prompt, str) and whole == ids else engine.tokenizer.decode(ids)
+            for prompt, whole, ids in zip(prompts, encoded, used, strict=True)
+        ]
+
+    return await engine.run_off_loop(texts)
 
 
 class CompletionShape(ChoiceShape):
     """The last text and the finish reason share the last chunk."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: Tokenizer,
+        *,
+        num_choices: int,
+        with_logprobs: bool,
+        echoes: Seq[str] | None,
+    ) -> None:
+        """num_choices: n, of best_of sequences per prompt
+        echoes:      by prompt, what its texts begin with
+        """
         super().__init__(job)
+        self._num_choices = num_choices
+        self._with_logprobs = with_logprobs
+        self._echoes = echoes
         self._tokenizer = tokenizer
         self._started: set[int] = set()
         self._text_offsets = [0] * len(job.requests)
@@ -110,30 +154,49 @@ class CompletionShape(ChoiceShape):
             id=self._job.reply_id,
             created=self._job.created,
             model=self._job.model,
-            choices=[self._choice(idx, chunk) for idx, chunk in enumerate(chunks)],
+            choices=[
+                msgspec.structs.replace(self._choice(idx, chunks[idx]), index=place)
+                for place, idx in enumerate(self._best(chunks))
+            ],
             usage=tally.usage(),
             metrics=tally.metrics(),
         )
 
+    def _best(self, chunks: list[TokenChunk]) -> list[int]:
+        """Of every prompt's sequences the n with the highest log probability per token."""
+        count = self._job.params.n
+        if count == self._num_choices:
+            return list(range(len(chunks)))
+        best: list[int] = []
+        for first in range(0, len(chunks), count):
+            group = range(first, first + count)
+            best += sorted(group, key=lambda idx: -_mean_logprob(chunks[idx]))[: self._num_choices]
+        return best
+
     def _choice(self, idx: int, chunk: TokenChunk) -> CompletionChoice:
         with_ids = self._job.return_token_ids
         first = idx not in self._started
+        prompt_idx = idx // self._job.params.n
+        echo = self._echoes[prompt_idx] if self._echoes is not None and first else ""
         return CompletionChoice(
             index=idx,
-            text=chunk.text,
+            text=echo + chunk.text,
             logprobs=self._logprobs(idx, chunk),
             finish_reason=None if chunk.finish_reason is None else finish_reason(chunk),
             stop_reason=chunk.stop_reason,
             token_ids=list(chunk.token_ids) if with_ids else UNSET,
-            prompt_token_ids=self._job.prompts[idx // self._job.params.n]
-            if with_ids and first
-            else UNSET,
+            prompt_token_ids=self._job.prompts[prompt_idx] if with_ids and first else UNSET,
         )
 
     def _logprobs(self, idx: int, chunk: TokenChunk) -> CompletionLogprobs | None:
-        if self._job.params.logprobs is None:
+        if not self._with_logprobs:
             return None
         shaped, self._text_offsets[idx] = completion_logprobs(
             self._tokenizer, chunk.token_ids, chunk.logprobs, self._text_offsets[idx]
         )
         return shaped
+
+
+def _mean_logprob(chunk: TokenChunk) -> float:
+    values = [one.logprob for one in chunk.logprobs]
+    return sum(values) / max(1, len(values))

@@ -18,7 +18,7 @@ from specserve.server.params import (
     refuse_unsupported,
 )
 from specserve.server.parts import Part, Reader
-from specserve.server.prompts import encode_beside, encode_chat, text_of
+from specserve.server.prompts import encode_beside, encode_chat, text_of, truncated
 from specserve.server.readers import reasoning_opened
 from specserve.server.state import CONTEXT, STATE, ServerState, timed_child
 from specserve.server.structured import behind_reasoning, constrain, format_of
@@ -73,7 +73,8 @@ async def converse(
     text_format = _format_of(state, body, tools)
     request[CONTEXT].attributes["gen_ai.operation.name"] = "chat"
     with timed_child(request, "tokenize"):
-        prompt_ids = await _encode(state, body, tools)
+        encoded = await _encode(state, body, tools)
+        prompt_ids = truncated(encoded, body.truncate_prompt_tokens, state.engine.limits)
         beside = await encode_beside(state.engine, body)
     job = make_job(
         request,

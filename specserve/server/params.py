@@ -15,6 +15,7 @@ from specserve.server.wire import ChatBody, CompletionBody, GenerationBody
 from specserve.types import SamplingParams, Speculation
 
 MAX_COMPLETION_LOGPROBS = 5
+MAX_BEST_OF = 20  # as OpenAI
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI; a chat reply may fill the context
 MAX_PARALLEL = MAX_N  # sequences that one request may start: prompts x n
 
@@ -22,8 +23,6 @@ _DEFAULTS = SamplingParams()
 _TOKEN_ID = re.compile(r"-?\d{1,10}")
 
 _UNSUPPORTED = (
-    "echo",
-    "truncate_prompt_tokens",
     "prompt_logprobs",
     "logits_processors",
     "use_beam_search",
@@ -65,16 +64,31 @@ def refuse_unsupported(body: CompletionBody | ChatBody) -> None:
     for name in (*_UNSUPPORTED, *(_UNSUPPORTED_CHAT if chat else _UNSUPPORTED_COMPLETION)):
         if not _asks_for_nothing(name, fields[name]):
             raise _refuse(name)
-    if isinstance(body, ChatBody):
-        return
-    n = 1 if body.n is None else body.n
-    if body.best_of is not None and body.best_of != n:
+    if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
         raise RequestError(
-            f"best_of is {body.best_of} and n is {n}: best_of other than n is not supported yet "
-            "by this server, leave it out",
-            param="best_of",
+            "echo together with logprobs asks for logprobs of the prompt, which this server does "
+            "not have yet: leave one of them out",
+            param="echo",
             code="unsupported_parameter",
         )
+
+
+def sequences_per_prompt(body: CompletionBody) -> int:
+    """best_of, or n where it is not given. RequestError names what is wrong with it."""
+    n = _given_int(body.n, _DEFAULTS.n)
+    if body.best_of is None:
+        return n
+    if not n <= body.best_of <= MAX_BEST_OF:
+        raise RequestError(
+            f"best_of is {body.best_of}, it must be from n ({n}) to {MAX_BEST_OF}", param="best_of"
+        )
+    if body.best_of > n and body.stream:
+        raise RequestError(
+            f"best_of is {body.best_of} and n is {n}: which are the best is known at the end only, "
+            "so they cannot be streamed; leave out best_of or stream",
+            param="best_of",
+        )
+    return body.best_of
 
 
 def check_stream_options(body: GenerationBody) -> None:
@@ -102,7 +116,12 @@ def completion_params(body: CompletionBody) -> SamplingParams:
             f"logprobs is {body.logprobs}, it must be from 0 to {MAX_COMPLETION_LOGPROBS}",
             param="logprobs",
         )
-    return _params(body, max_tokens=body.max_tokens, logprobs=body.logprobs)
+    count = sequences_per_prompt(body)
+    logprobs = body.logprobs
+    if logprobs is None and count > _given_int(body.n, _DEFAULTS.n):
+        logprobs = 0  # to be compared by
+    params = _params(body, max_tokens=body.max_tokens, logprobs=logprobs)
+    return msgspec.structs.replace(params, n=count)
 
 
 def chat_params(body: ChatBody) -> SamplingParams:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple  # Any: JSON that is passed on as it is
 
-from specserve.admission import check_bad_words
+from specserve.admission import Limits, check_bad_words
 from specserve.bad_words import bad_word_ids
 from specserve.chat_template import render_chat
 from specserve.engine import Engine
@@ -83,6 +83,19 @@ async def encode_prompts(
     if not any(isinstance(prompt, str) for prompt in prompts):
         return encode()
     return await engine.run_off_loop(encode)
+
+
+def truncated(token_ids: list[int], wanted: int | None, limits: Limits) -> list[int]:
+    """A prompt's last `wanted` tokens; -1: as many as the context holds beside one of output."""
+    if wanted is None:
+        return token_ids
+    room = limits.max_model_len - 1
+    if wanted != -1 and not 1 <= wanted <= room:
+        raise RequestError(
+            f"truncate_prompt_tokens is {wanted}, it must be -1 or from 1 to {room}",
+            param="truncate_prompt_tokens",
+        )
+    return token_ids[-(room if wanted == -1 else wanted) :]
 
 
 async def encode_chat(

@@ -107,12 +107,11 @@ class GenerationBody(Extensions, frozen=True, kw_only=True):
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormatBody | None = None
 
     # Would change the answer; refused unless empty (params.refuse_unsupported).
-    echo: object = None
-    truncate_prompt_tokens: object = None
     prompt_logprobs: object = None
     logits_processors: object = None
     use_beam_search: object = None
@@ -130,6 +129,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     prompt: Prompt | None = None
     logprobs: int | None = None
     best_of: int | None = None
+    echo: bool | None = None
     suffix: object = None
 
 
