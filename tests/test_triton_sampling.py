@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,7 +19,7 @@ from tests.triton_rows import a_random_row, as_row, choose, some_logits
 import triton  # isort: skip (tests.interpreted_triton says where it is missing)
 import triton.language as tl  # isort: skip
 
-from specserve_kernels.triton_kernels import noise, reference_sampling  # isort: skip
+from specserve_kernels.triton_kernels import masks, noise, reference_sampling  # isort: skip
 from specserve_kernels.triton_kernels.rows import Row, pack_rows  # isort: skip
 
 KEYS = [(0, 0), (5, 77), (-1, 3), (2**64 - 1, 3), (-(2**63), 2**62)]
@@ -204,3 +207,43 @@ def test_edited_logits_can_be_put_back(device: str) -> None:
     assert values[:2].tolist() == [before[0, 3].float().item() + 1.0, -math.inf]
     edits.restore(logits, wanted, originals)
     assert torch.equal(logits, before)
+
+
+class OnlyThese:
+    """A constraint whose mask has these bits; nothing else of it is asked for."""
+
+    def __init__(self, may: np.ndarray) -> None:
+        self._may = may
+
+    def mask(self, known: Seq[int], num_prompt: int, prefix: Seq[int]) -> bytes:
+        return np.packbits(self._may, bitorder="little").tobytes()
+
+
+@ON_DEVICES
+@pytest.mark.parametrize("vocab_size", [5, 32, 100, 4100])
+def test_what_a_constraint_forbids_never_comes_and_the_rest_is_the_engines(
+    device: str, vocab_size: int
+) -> None:
+    rng = np.random.default_rng(vocab_size)
+    logits, rows, words = some_logits(rng, 3, vocab_size), [], []
+    for _ in range(2):
+        may = rng.random(vocab_size) < 0.5
+        may[0] = True
+        row = a_random_row(rng, vocab_size)
+        request = msgspec.structs.replace(row.request, constraint=OnlyThese(may))
+        rows.append(replace(row, request=request))
+        mask = np.zeros(-(-vocab_size // 32) * 4, dtype=np.uint8)
+        mask[: (vocab_size + 7) // 8] = np.packbits(may, bitorder="little")
+        words.append(torch.from_numpy(mask.view(np.int32)))
+    rows.append(a_random_row(rng, vocab_size))  # this one may say anything
+    expected = [
+        choose_row_in_numpy(edited(x[:vocab_size], row), row, noise=Noise())
+        for x, row in zip(logits.numpy(), rows, strict=True)
+    ]
+    on_device = logits.to(device)
+    mask_rows = torch.tensor([1, 0, -1], dtype=torch.int32, device=device)
+    masks.forbid(on_device, torch.stack(words[::-1]).to(device), mask_rows, vocab_size=vocab_size)
+    assert torch.equal(on_device[2].cpu(), logits[2])
+    assert torch.equal(on_device[:, vocab_size:].cpu(), logits[:, vocab_size:])
+    packed = [as_row(row, vocab_size) for row in rows]
+    assert choose(on_device, packed, vocab_size, tile=4096).token_ids.tolist() == expected

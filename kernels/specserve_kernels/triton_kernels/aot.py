@@ -38,8 +38,8 @@ from specserve_kernels.triton_kernels.model_shapes import MODEL_SHAPES
 
 COMMAND = "python -m specserve_kernels.triton_kernels.aot"
 MODULES = (
-    *("attention", "compaction", "cuts", "edits", "gemm", "norms", "reading", "rejection"),
-    *("rope_kv", "sampling", "swiglu", "verification"),
+    *("attention", "compaction", "cuts", "edits", "gemm", "masks", "norms", "reading"),
+    *("rejection", "rope_kv", "sampling", "swiglu", "verification"),
 )
 
 
@@ -71,6 +71,7 @@ class Bound:
 
 
 BOUNDS = {
+    "mask_kernel": Bound(64, 256),
     "law_kernel": Bound(160, 4096),
     "left_kernel": Bound(160, 4096),
     "judge_kernel": Bound(96, 4096),

@@ -1,4 +1,6 @@
-"""From logits to tokens with static buffers: edit, cut, race, decide; then walk. No host sync.
+"""From logits to tokens with static buffers: edit, cut, race, decide. No host sync.
+
+Rows under a constraint go through masks.forbid before, verification comes after.
 
 Every call launches the same kernels with the same addresses, so a CUDA graph may hold it; which
 rows are greedy, filtered or edited is read on the device.
