@@ -51,10 +51,8 @@ def _num_accepted_up(first, num_guesses, laws_ptr, left_ptr, coins, places):
         going = _coin(coins, places, depth - 1, weight) == 0
     while going:
         depth -= 1
-        mass, weight = (
-            tl.load(left_ptr + 2 * (first + depth)),
-            tl.load(left_ptr + 2 * (first + depth) + 1),
-        )
+        at = left_ptr + 2 * (first + depth)
+        mass, weight = tl.load(at), tl.load(at + 1)
         remaining = mass + (1.0 - weight)
         passes = tl.where(remaining > 0.0, mass / tl.where(remaining > 0.0, remaining, 1.0), 1.0)
         passes = tl.where(weight == 0.0, 0.0, passes)
