@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
 import pytest
@@ -12,22 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specserve_kernels import BACKENDS, Backend, PagedBatch, make_backend
+from tests.paged_batches import Segment, a_paged_batch
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 FAST = sorted(set(BACKENDS) - {"reference"})
-
-
-@dataclass(frozen=True)
-class Segment:
-    """num_tokens query tokens after context_len; parents as in PagedBatch."""
-
-    context_len: int
-    num_tokens: int
-    parents: tuple[int, ...] | None = None
-
-    @property
-    def num_slots(self) -> int:
-        return self.context_len + self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -65,14 +52,9 @@ def a_problem(
 ) -> Problem:
     """Random queries and KV over blocks in shuffled order; unused slots hold random numbers too."""
     generator = torch.Generator().manual_seed(seed)
-    num_blocks = [-(-segment.num_slots // block_size) for segment in segments]
-    pool = random.Random(seed).sample(range(sum(num_blocks) + 3), sum(num_blocks) + 3)
-    tables, starts = [], [0]
-    for segment, count in zip(segments, num_blocks, strict=True):
-        tables.append(tuple(pool.pop() for _ in range(count)))
-        starts.append(starts[-1] + segment.num_tokens)
-    kv_shape = (sum(num_blocks) + 3, block_size, heads.num_kv_heads, heads.head_dim)
-    query_shape = (starts[-1], heads.num_heads, heads.head_dim)
+    batch, num_blocks = a_paged_batch(segments, block_size, seed)
+    kv_shape = (num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
+    query_shape = (batch.query_start_loc[-1], heads.num_heads, heads.head_dim)
 
     def random_tensor(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -81,13 +63,7 @@ def a_problem(
         query=random_tensor(query_shape),
         keys=random_tensor(kv_shape),
         values=random_tensor(kv_shape),
-        batch=PagedBatch(
-            query_start_loc=tuple(starts),
-            context_lens=tuple(segment.context_len for segment in segments),
-            block_tables=tuple(tables),
-            parents=tuple(segment.parents for segment in segments),
-            block_size=block_size,
-        ),
+        batch=batch,
     )
 
 

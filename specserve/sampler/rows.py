@@ -58,7 +58,8 @@ class LogitsRow:
         if not words:
             return []
         longest = max(len(word) for word in words) - 1
-        known = [*self.history[len(self.request.prompt_ids) :][-longest:], *self.draft_prefix]
+        first = max(len(self.request.prompt_ids), len(self.history) - longest)
+        known = [*self.history[first:], *self.draft_prefix]
         return [word[-1] for word in words if len(known) >= len(word) - 1 and _ends(known, word)]
 
     @property
