@@ -14,7 +14,7 @@ spin_briefly()
 # Helpers assert too; rewritten asserts also hold under `python -O`.
 pytest.register_assert_rewrite(
     *(f"tests.{name}" for name in ("build", "engines", "http_server", "otlp_receiver")),
-    *(f"tests.{name}" for name in ("raw_http", "trace_reading")),
+    *(f"tests.{name}" for name in ("raw_http", "server_process", "trace_reading")),
 )
 
 from specserve.demo import pull_demo  # noqa: E402 (after the registration above)

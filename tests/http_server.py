@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -13,7 +13,8 @@ from aiohttp import web
 from specserve.admission import Limits
 from specserve.config import EngineConfig
 from specserve.drafting import Drafter
-from specserve.engine import Engine
+from specserve.engine import Engine, Recorder
+from specserve.models.interface import CausalLM
 from specserve.runner import ModelRunner
 from specserve.server.app import create_app, create_runner
 from specserve.server.state import ServerSettings
@@ -96,15 +97,23 @@ async def a_server(
     send_buffer: int | None = None,
     template: str = TEMPLATE,
     dies: bool = False,
+    drafters: Mapping[str, Drafter] | None = None,
 ) -> AsyncIterator[Server]:
     """Afterwards no request, no block and no asyncio task may be left.
 
     send_buffer: bytes the kernel may hold for a client that does not read
     dies:        the engine is meant to be dead at the end
+    drafters:    by name; None: those that know the script
     """
     before = asyncio.all_tasks()
     recorder = ListRecorder()
-    engine = _an_engine(script, config, on_forward, recorder, byte_tokenizer(template))
+    engine = an_engine(
+        ScriptedModel(script, on_forward),
+        config,
+        recorder,
+        byte_tokenizer(template),
+        drafters=guessers(script) if drafters is None else drafters,
+    )
     app = create_app(
         engine, metrics_text=lambda: "specserve_up 1\n", tracer=tracer, settings=settings
     )
@@ -128,23 +137,23 @@ async def a_server(
     assert asyncio.all_tasks() <= before
 
 
-def _an_engine(
-    script: Script,
+def an_engine(
+    model: CausalLM,
     config: EngineConfig,
-    on_forward: Callable[[], None],
-    recorder: ListRecorder,
+    recorder: Recorder,
     tokenizer: Tokenizer,
+    *,
+    drafters: Mapping[str, Drafter],
 ) -> Engine:
-    drafters: dict[str, Drafter] = dict(guessers(script))
     return Engine(
         model_name="test",
         config=config,
         runner=ModelRunner(
-            ScriptedModel(script, on_forward),
+            model,
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             vocab_size=VOCAB_SIZE,
-            speculator=Speculator(drafters, vocab_size=VOCAB_SIZE),
+            speculator=Speculator(dict(drafters), vocab_size=VOCAB_SIZE),
         ),
         tokenizer=tokenizer,
         limits=Limits.of(
