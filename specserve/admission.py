@@ -182,6 +182,9 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
             _check_number(name, given[name], low, high)
     if params.logprobs is not None:
         _check_int("logprobs", params.logprobs, 0, min(MAX_LOGPROBS, limits.vocab_size))
+    if params.prompt_logprobs is not None:
+        most = min(MAX_LOGPROBS, limits.vocab_size)
+        _check_int("prompt_logprobs", params.prompt_logprobs, 0, most)
     _check_stops(params, limits)
     _check_logit_bias(params, limits)
     _check_bans(params, limits)

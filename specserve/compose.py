@@ -29,6 +29,7 @@ from specserve.memory import GIB, MemoryReport, growth_while, physical_memory, p
 from specserve.models.native import NativeDecoder
 from specserve.options import EngineOptions
 from specserve.runner import ModelRunner
+from specserve.scheduler import MAX_SCORED_TOKENS
 from specserve.speculation.costs import UNMEASURED
 from specserve.speculation.recording import Recording
 from specserve.speculation.speculator import Speculator
@@ -270,7 +271,8 @@ def measure_activation(model: AnyDecoder, options: EngineOptions) -> int:
         parents=(None,),
         block_size=options.block_size,
     )
-    num_logits = min(num_tokens, options.max_num_seqs * (1 + options.max_draft_tokens))
+    num_chosen = options.max_num_seqs * (1 + options.max_draft_tokens)
+    num_logits = min(num_tokens, num_chosen + MAX_SCORED_TOKENS)
 
     def step() -> None:
         with torch.inference_mode():

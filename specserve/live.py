@@ -13,6 +13,7 @@ from specserve.stream import RequestStream
 from specserve.types import (
     LOSSY_RULES,
     FinishReason,
+    PromptLogprobs,
     Request,
     RequestTimes,
     RowPlan,
@@ -46,6 +47,7 @@ class LiveRequest:
         self._per_step_accepted: list[int] = []
         self._spec_emitted = 0
         self._num_steps = 0
+        self._prompt_logprobs: list[PromptLogprobs] = []  # not sent yet, of the second token on
 
     # ---- events --------------------------------------------------------------------------
 
@@ -72,6 +74,8 @@ class LiveRequest:
             stop = self.output.push(token_id)
             if stop is not None:
                 break
+        if row.num_scored:  # again from the beginning, where it was preempted meanwhile
+            self._prompt_logprobs[row.start :] = result.prompt_logprobs
         accepted = min(result.num_accepted, len(kept))
         if row.is_prefill:
             self._prefill.append(PrefillChunk(start, end, row.num_tokens))
@@ -110,11 +114,13 @@ class LiveRequest:
     # ---- what leaves ---------------------------------------------------------------------
 
     def chunk(self, token_ids: list[int], result: RowResult | None) -> TokenChunk:
+        prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
         return TokenChunk(
             request_id=self.request.request_id,
             text=self.output.take_text(),
             token_ids=tuple(token_ids),
             logprobs=result.logprobs[: len(token_ids)] if result else (),
+            prompt_logprobs=prompt_logprobs,
             num_prompt_tokens=self.seq.num_prompt_tokens,
             num_cached_tokens=self.seq.num_cached_tokens,
             num_output_tokens=self.output.num_output_tokens,

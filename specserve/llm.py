@@ -29,6 +29,7 @@ from specserve.options import EngineOptions
 from specserve.stream import merge
 from specserve.types import (
     FinishReason,
+    PromptLogprobs,
     Request,
     SamplingParams,
     SpecStats,
@@ -59,6 +60,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     outputs: list[CompletionOutput]
     finished: bool = True
     num_cached_tokens: int = 0
+    prompt_logprobs: list[PromptLogprobs | None] | None = None  # the first token's is None
 
 
 class LLM:
@@ -205,6 +207,7 @@ class LLM:
                     prompt_token_ids=list(group[0].prompt_ids),
                     outputs=[_output(i, chunk) for i, chunk in enumerate(mine)],
                     num_cached_tokens=mine[0].num_cached_tokens,
+                    prompt_logprobs=_prompt_logprobs(group[0], mine[0]),
                 )
             )
         return results
@@ -286,6 +289,11 @@ def _normal(params: SamplingParams) -> SamplingParams:
         allowed_token_ids=None if allowed is None else tuple(allowed),
         bad_words=tuple(params.bad_words or ()),
     )
+
+
+def _prompt_logprobs(request: Request, chunk: TokenChunk) -> list[PromptLogprobs | None] | None:
+    asked = request.params.prompt_logprobs is not None
+    return [None, *chunk.prompt_logprobs] if asked else None
 
 
 def _output(index: int, chunk: TokenChunk) -> CompletionOutput:

@@ -21,7 +21,7 @@ from specserve.drafting import NO_DRAFT, Draft, Outcome, is_chain
 from specserve.kv_cache import KVCache
 from specserve.models.interface import Capture, CausalLM
 from specserve.noise import Noise
-from specserve.sampler import LogitsRow, RowError, choose, logprobs
+from specserve.sampler import LogitsRow, RowError, choose, logprobs, prompt_logprobs
 from specserve.speculation.chosen import ChosenDraft, Learned, kv_lens_after
 from specserve.speculation.speculator import Speculator
 from specserve.types import BatchPlan, RowPlan, RowResult, StepResult, StepTimings, TokenLogprobs
@@ -36,6 +36,7 @@ class PackedStep(msgspec.Struct, frozen=True):
     positions: list[int]  # [T]
     batch: PagedBatch
     logits_indices: list[int]  # [L]: per sampling row the last known token, then its guesses
+    scored_indices: list[int]  # of prompts' tokens whose law is wanted, too: L more
     num_logits: list[int]  # [B]: how many of the L belong to each row
 
 
@@ -49,6 +50,7 @@ def pack(rows: Seq[RowPlan], drafts: Seq[Draft], block_size: int, *, vocab_size:
     starts = [0]
     parents: list[tuple[int, ...] | None] = []
     logits_indices: list[int] = []
+    scored_indices: list[int] = []
     num_logits: list[int] = []
     for row, draft in zip(rows, drafts, strict=True):
         known_end = row.start + row.num_tokens
@@ -61,6 +63,7 @@ def pack(rows: Seq[RowPlan], drafts: Seq[Draft], block_size: int, *, vocab_size:
         parents.append(None if is_chain(draft) else _segment_parents(row.num_tokens, draft))
         if row.samples:
             logits_indices += range(first + row.num_tokens - 1, len(input_ids))
+        scored_indices += range(first, first + row.num_scored)
         num_logits.append(1 + len(draft.token_ids) if row.samples else 0)
         starts.append(len(input_ids))
     batch = PagedBatch(
@@ -70,7 +73,7 @@ def pack(rows: Seq[RowPlan], drafts: Seq[Draft], block_size: int, *, vocab_size:
         parents=tuple(parents),
         block_size=block_size,
     )
-    return PackedStep(input_ids, positions, batch, logits_indices, num_logits)
+    return PackedStep(input_ids, positions, batch, logits_indices, scored_indices, num_logits)
 
 
 def node_depths(draft: Draft) -> list[int]:
@@ -169,7 +172,10 @@ class ModelRunner:
         return torch.empty(num_tokens, len(self._hidden_layers), self._hidden_size, dtype=dtype)
 
     def _forward(self, packed: PackedStep, states: Tensor | None) -> Tensor:
-        """[L, V] logits of the sampling rows; writes all rows' KV, and `states` [T, A, D]."""
+        """[L, V] logits of the sampling rows, then of the scored tokens.
+
+        Writes all rows' KV, and `states` [T, A, D].
+        """
         if not packed.input_ids:
             return torch.empty(0, self._model.vocab_size)
         run = self._model.forward
@@ -180,7 +186,7 @@ class ModelRunner:
             torch.tensor(packed.positions, dtype=torch.int64),
             packed.batch,
             self._kv_cache,
-            packed.logits_indices,
+            packed.logits_indices + packed.scored_indices,
         )
 
     # ---- verify --------------------------------------------------------------------------
@@ -190,12 +196,15 @@ class ModelRunner:
     ) -> list[_Verified]:
         verified = []
         lone = self._choose_lone(rows, num_logits, logits)
-        offset = 0
+        offset, scored = 0, sum(num_logits)
         for idx, (row, one, count) in enumerate(zip(rows, chosen, num_logits, strict=True)):
             mine = slice(offset, offset + count)
             offset += count
+            read = logits[scored : scored + row.num_scored]
+            scored += row.num_scored
             try:
-                verified.append(self._verify_row(row, one, logits, mine, lone.get(idx)))
+                done = self._verify_row(row, one, logits, mine, lone.get(idx))
+                verified.append(self._with_prompt(row, done, read) if row.num_scored else done)
             except RowError as error:  # this row's own fault: its request fails alone
                 verified.append(_Verified(RowResult(seq_id=row.seq_id, error=str(error))))
         return verified
@@ -261,6 +270,16 @@ class ModelRunner:
             no_draft_reason=chosen.reason,
         )
         return _Verified(result, verdict.path)
+
+    def _with_prompt(self, row: RowPlan, verified: _Verified, logits: Tensor) -> _Verified:
+        """logits: [num_scored, V]. Raises RowError."""
+        num_top = row.request.params.prompt_logprobs
+        assert num_top is not None
+        first = row.start + 1
+        known = row.history[first : first + row.num_scored]
+        found = prompt_logprobs(logits, known, num_top, vocab_size=self._vocab_size, first=first)
+        result = msgspec.structs.replace(verified.result, prompt_logprobs=tuple(found))
+        return _Verified(result, verified.path)
 
     def _logprobs(
         self, row: RowPlan, verdict: Verdict, logits: Tensor, mine: slice

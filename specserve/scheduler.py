@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from typing import Final
 
 import msgspec
 
@@ -18,6 +19,10 @@ from specserve.block_pool import BlockPool
 from specserve.config import EngineConfig
 from specserve.sequence import Sequence, Status
 from specserve.types import BatchPlan, Ended, Request, RowPlan
+
+# Prompt tokens of one step whose logits are kept: 25 MB where V is 49,152. Every prompt that is
+# begun gets one of them at least, so that none stands in the way of others.
+MAX_SCORED_TOKENS: Final = 128
 
 
 class _Row(msgspec.Struct):
@@ -27,6 +32,10 @@ class _Row(msgspec.Struct):
     num_tokens: int
     num_wanted: int = 0  # guesses, if there is room
     num_draft_tokens: int = 0
+
+    @property
+    def num_scored(self) -> int:
+        return min(self.num_tokens, self.seq.num_unscored_tokens)
 
 
 class Scheduler:
@@ -156,13 +165,21 @@ class Scheduler:
         for seq in list(self.running):
             if seq.status is not Status.RUNNING or seq.num_uncomputed_tokens <= 1:
                 continue
-            chunk = min(seq.num_uncomputed_tokens, budget - used, self.config.max_prefill_chunk)
+            chunk = self._chunk_of(seq, budget - used, rows)
             if chunk <= 0:
                 break
             if self._make_room(seq, chunk, rows):
                 rows[seq.seq_id] = _Row(seq, chunk)
                 used += chunk
         return used
+
+    def _chunk_of(self, seq: Sequence, budget: int, rows: Mapping[int, _Row]) -> int:
+        """How many tokens of a prompt the step computes; 0 where there is no budget."""
+        chunk = min(seq.num_uncomputed_tokens, budget, self.config.max_prefill_chunk)
+        if seq.num_unscored_tokens:
+            num_scored = sum(row.num_scored for row in rows.values())
+            chunk = min(chunk, max(1, MAX_SCORED_TOKENS - num_scored))
+        return chunk
 
     def _admit(self, rows: dict[int, _Row], budget: int) -> int:
         used = 0
@@ -178,7 +195,7 @@ class Scheduler:
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
             self._start(seq, hits)
-            chunk = min(seq.num_uncomputed_tokens, budget - used, self.config.max_prefill_chunk)
+            chunk = self._chunk_of(seq, budget - used, rows)
             self._extend(seq, chunk)
             rows[seq.seq_id] = _Row(seq, chunk)
             used += chunk
@@ -194,6 +211,7 @@ class Scheduler:
             num_tokens=row.num_tokens,
             max_draft_tokens=row.num_draft_tokens,
             samples=seq.num_computed_tokens + row.num_tokens == seq.num_tokens,
+            num_scored=row.num_scored,
             is_prefill=not seq.is_decoding,
             block_table=tuple(seq.block_table),
             draft_kv_lens=seq.draft_kv_lens,  # replaced in commit, never written into
@@ -299,8 +317,8 @@ class Scheduler:
         return self._waiting[0][1] if self._waiting else None
 
     def _prefix_hits(self, seq: Sequence) -> list[int]:
-        if not self.config.enable_prefix_caching:
-            return []
+        if not self.config.enable_prefix_caching or seq.num_unscored_tokens:
+            return []  # cached blocks have no logits
         # At least one token must be computed: its logits choose the next token.
         num_full = (seq.num_tokens - 1) // self.config.block_size
         return self.pool.find(seq.block_hashes(num_full, self.config.block_size))

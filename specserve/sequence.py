@@ -48,6 +48,13 @@ class Sequence:
         return self.num_tokens - self.num_computed_tokens
 
     @property
+    def num_unscored_tokens(self) -> int:
+        """Tokens still to be computed whose logits tell what a prompt's token was worth."""
+        if self.request.params.prompt_logprobs is None or self.num_output_tokens:
+            return 0  # with output there, all of the prompt has been computed once
+        return max(0, self.num_prompt_tokens - 1 - self.num_computed_tokens)
+
+    @property
     def is_decoding(self) -> bool:
         """All known tokens but the last are computed, and the last one was emitted."""
         return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0

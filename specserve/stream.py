@@ -21,6 +21,7 @@ def merge(first: TokenChunk, second: TokenChunk) -> TokenChunk:
         text=first.text + second.text,
         token_ids=first.token_ids + second.token_ids,
         logprobs=first.logprobs + second.logprobs,
+        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
     )
 
 

@@ -45,6 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # None: none; n: the chosen token's and the n best
+    prompt_logprobs: int | None = None  # the same of each prompt token but the first
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +105,7 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int  # known tokens computed in this step
     max_draft_tokens: int  # K of this row; 0: no speculation
     samples: bool  # the last known token's logits choose a token
+    num_scored: int = 0  # of the known tokens, the first so many's laws are wanted: prompt_logprobs
     is_prefill: bool  # catches up (prompt, or recompute) rather than extends the text by one step
     block_table: tuple[int, ...]
     draft_kv_lens: Mapping[str, int] = {}  # by drafter: its valid KV, a prefix of history; none: 0
@@ -137,6 +139,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
 
 
+class PromptLogprobs(TokenLogprobs, frozen=True):
+    """Of a prompt's token, by the law of what follows the tokens before it."""
+
+    rank: int  # 1: no token was likelier
+
+
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one row produced, before stop conditions.
 
@@ -150,6 +158,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     num_accepted: int = 0
     draft_kv_lens: Mapping[str, int] = {}  # by drafter, once the accepted guesses are history
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # of tokens start+1 .. start+num_scored
     drafter: str = "none"
     predicted_accepted: float = 0.0  # guesses that were expected to be right
     no_draft_reason: str = ""  # why K = 0 although speculation was asked for
@@ -211,6 +220,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # all at once, of the second token on
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or token id that ended it
     num_prompt_tokens: int = 0

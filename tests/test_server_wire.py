@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specserve.errors import RequestError
 from specserve.server.errors import public_text
-from specserve.server.logprobs import chat_logprobs, completion_logprobs
+from specserve.server.logprobs import chat_logprobs, completion_logprobs, output_offsets
 from specserve.server.middleware import valid_request_id
 from specserve.server.params import chat_params, completion_params, refuse_unsupported
 from specserve.server.prompts import plain_messages, split_prompts
@@ -78,7 +78,6 @@ def test_unknown_fields_and_long_numbers_in_them_are_ignored() -> None:
 
 UNSUPPORTED = {
     "suffix": "x",
-    "prompt_logprobs": 0,
     "logits_processors": ["x"],
     "use_beam_search": True,
     "length_penalty": 0.5,
@@ -251,7 +250,8 @@ def test_logprobs_are_finite_and_name_parts_of_characters_by_bytes() -> None:
     tokenizer = byte_tokenizer()
     ids = list("aé".encode())
     entries = [TokenLogprobs(-math.inf, ((ord("b"), -0.5), (ord("a"), -math.inf)))] * 3
-    shaped, next_offset = completion_logprobs(tokenizer, ids, entries, 10)
+    offsets, next_offset = output_offsets(tokenizer, ids, 10)
+    shaped = completion_logprobs(tokenizer, ids, entries, offsets, 2)
     assert shaped.tokens == ["a", "bytes:\\xc3", "bytes:\\xa9"]
     assert shaped.token_logprobs == [-9999.0] * 3
     assert shaped.top_logprobs[0] == {"b": -0.5, "a": -9999.0}

@@ -7,6 +7,7 @@ from specserve.sampler.choose import (
     choose_row_in_numpy,
     draft_choice,
     logprobs,
+    prompt_logprobs,
 )
 from specserve.sampler.pipeline import process_logits, process_row
 from specserve.sampler.rows import (
@@ -33,4 +34,5 @@ __all__ = [
     "penalise_in_numpy",
     "process_logits",
     "process_row",
+    "prompt_logprobs",
 ]

@@ -43,7 +43,7 @@ from specserve.sampler.rows import (
     check_best,
     edited,
 )
-from specserve.types import SamplingParams, TokenLogprobs
+from specserve.types import PromptLogprobs, SamplingParams, TokenLogprobs
 from specserve_kernels import native_sampler
 
 T = TypeVar("T")
@@ -307,6 +307,29 @@ def logprobs(
         _row_logprobs(values, token_id, min(num_top, len(values)))
         for values, token_id in zip(plain, token_ids, strict=True)
     ]
+
+
+def prompt_logprobs(
+    logits: Tensor, token_ids: Seq[int], num_top: int, *, vocab_size: int, first: int
+) -> list[PromptLogprobs]:
+    """`logprobs` of tokens that were given, and their ranks. RowError where logits are no numbers.
+
+    logits: [L, V]; row i is of what stands before token_ids[i], which is at position first + i
+    """
+    found: list[PromptLogprobs] = []
+    for i, (values, token_id) in enumerate(
+        zip(as_rows(logits, vocab_size), token_ids, strict=True)
+    ):
+        best = float(values.max())
+        if not math.isfinite(best):
+            raise RowError(
+                f"the logits before the prompt's position {first + i} hold {best}: the model's "
+                "weights or activations are damaged"
+            )
+        one = _row_logprobs(values, token_id, min(num_top, len(values)))
+        rank = 1 + int(np.count_nonzero(values > values[token_id]))
+        found.append(PromptLogprobs(one.logprob, one.top, rank))
+    return found
 
 
 def _row_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:

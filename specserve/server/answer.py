@@ -60,7 +60,7 @@ async def answer(request: web.Request, job: Job, shape: Shape) -> web.StreamResp
 
 
 def _source(state: ServerState, job: Job) -> ChunkSource:
-    return ChunkSource(state.engine, state.backlog, job.requests)
+    return ChunkSource(state.engine, state.backlog, job.requests, only_prompt=job.only_prompt)
 
 
 async def _whole(request: web.Request, job: Job, shape: Shape, tally: Tally) -> web.Response:

@@ -12,7 +12,7 @@ from specserve.server.answer import answer
 from specserve.server.body import read_body
 from specserve.server.choices import ChoiceShape
 from specserve.server.conversation import Conversation, Voice, converse
-from specserve.server.logprobs import chat_logprobs
+from specserve.server.logprobs import chat_logprobs, prompt_logprobs
 from specserve.server.parts import CallArguments, CallStart, Part, Reasoning, Text, joined
 from specserve.server.replies import (
     ChatChoice,
@@ -133,6 +133,9 @@ class ChatShape(ChoiceShape):
             usage=tally.usage(),
             metrics=tally.metrics(),
             prompt_token_ids=job.prompts[0] if job.return_token_ids else UNSET,
+            prompt_logprobs=prompt_logprobs(
+                self._tokenizer, job.prompts[0], chunks[0].prompt_logprobs, job.num_prompt_logprobs
+            ),
         )
 
     def _choice(self, idx: int, chunk: TokenChunk) -> ChatChoice:

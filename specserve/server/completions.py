@@ -13,9 +13,15 @@ from specserve.server.answer import answer
 from specserve.server.body import read_body
 from specserve.server.choices import ChoiceShape
 from specserve.server.job import Job, check_model, make_job
-from specserve.server.logprobs import completion_logprobs
+from specserve.server.logprobs import (
+    completion_logprobs,
+    echo_offsets,
+    output_offsets,
+    prompt_logprobs,
+)
 from specserve.server.params import (
     DEFAULT_COMPLETION_TOKENS,
+    asks_only_for_prompt,
     check_parallel,
     check_stream_options,
     completion_params,
@@ -33,7 +39,7 @@ from specserve.server.structured import constrain, format_of
 from specserve.server.tally import Tally
 from specserve.server.wire import CompletionBody
 from specserve.tokenizer import Tokenizer
-from specserve.types import TokenChunk
+from specserve.types import TokenChunk, TokenLogprobs
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -67,11 +73,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
         param_names={},
     )
     job = await constrain(request, job, text_format)
+    job = msgspec.structs.replace(job, only_prompt=asks_only_for_prompt(body))
     shape = CompletionShape(
         job,
         state.engine.tokenizer,
         num_choices=1 if body.n is None else body.n,
-        with_logprobs=body.logprobs is not None,
+        num_logprobs=body.logprobs,
         echoes=echoes,
     )
     return await answer(request, job, shape)
@@ -103,15 +110,16 @@ class CompletionShape(ChoiceShape):
         tokenizer: Tokenizer,
         *,
         num_choices: int,
-        with_logprobs: bool,
+        num_logprobs: int | None,
         echoes: Seq[str] | None,
     ) -> None:
-        """num_choices: n, of best_of sequences per prompt
-        echoes:      by prompt, what its texts begin with
+        """num_choices:  n, of best_of sequences per prompt
+        num_logprobs: alternatives shown of each token; None: no logprobs
+        echoes:       by prompt, what its texts begin with
         """
         super().__init__(job)
         self._num_choices = num_choices
-        self._with_logprobs = with_logprobs
+        self._num_logprobs = num_logprobs
         self._echoes = echoes
         self._tokenizer = tokenizer
         self._started: set[int] = set()
@@ -177,24 +185,43 @@ class CompletionShape(ChoiceShape):
         with_ids = self._job.return_token_ids
         first = idx not in self._started
         prompt_idx = idx // self._job.params.n
-        echo = self._echoes[prompt_idx] if self._echoes is not None and first else ""
+        prompt_ids = self._job.prompts[prompt_idx]
+        echo = self._echoes[prompt_idx] if self._echoes is not None and first else None
         return CompletionChoice(
             index=idx,
-            text=echo + chunk.text,
-            logprobs=self._logprobs(idx, chunk),
+            text=(echo or "") + chunk.text,
+            logprobs=self._logprobs(idx, chunk, echo),
             finish_reason=None if chunk.finish_reason is None else finish_reason(chunk),
             stop_reason=chunk.stop_reason,
             token_ids=list(chunk.token_ids) if with_ids else UNSET,
-            prompt_token_ids=self._job.prompts[prompt_idx] if with_ids and first else UNSET,
+            prompt_token_ids=prompt_ids if with_ids and first else UNSET,
+            prompt_logprobs=prompt_logprobs(
+                self._tokenizer, prompt_ids, chunk.prompt_logprobs, self._job.num_prompt_logprobs
+            ),
         )
 
-    def _logprobs(self, idx: int, chunk: TokenChunk) -> CompletionLogprobs | None:
-        if not self._with_logprobs:
+    def _logprobs(self, idx: int, chunk: TokenChunk, echo: str | None) -> CompletionLogprobs | None:
+        """echo: the prompt's text, where the text begins with it"""
+        if self._num_logprobs is None:
             return None
-        shaped, self._text_offsets[idx] = completion_logprobs(
-            self._tokenizer, chunk.token_ids, chunk.logprobs, self._text_offsets[idx]
+        token_ids: list[int] = []
+        entries: list[TokenLogprobs | None] = []
+        offsets: list[int] = []
+        if echo is not None:
+            token_ids += self._job.prompts[idx // self._job.params.n]
+            entries += [None, *chunk.prompt_logprobs]
+            offsets += echo_offsets(self._tokenizer, token_ids, echo)
+            self._text_offsets[idx] = len(echo)
+        own, self._text_offsets[idx] = output_offsets(
+            self._tokenizer, chunk.token_ids, self._text_offsets[idx]
         )
-        return shaped
+        return completion_logprobs(
+            self._tokenizer,
+            [*token_ids, *chunk.token_ids],
+            [*entries, *chunk.logprobs],
+            [*offsets, *own],
+            self._num_logprobs,
+        )
 
 
 def _mean_logprob(chunk: TokenChunk) -> float:

@@ -15,7 +15,7 @@ from specserve.admission import make_requests
 from specserve.engine import Engine
 from specserve.errors import RequestError
 from specserve.server.middleware import valid_request_id
-from specserve.server.params import speculation
+from specserve.server.params import check_prompt_logprobs, speculation
 from specserve.server.prompts import Beside
 from specserve.server.replies import Usage
 from specserve.server.state import CONTEXT, STATE
@@ -38,6 +38,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool
     detailed: bool
     return_token_ids: bool
+    num_prompt_logprobs: int | None  # alternatives shown of each prompt token; None: none asked for
+    only_prompt: bool = False  # what follows it is not shown
 
     def running_usage(self, tally: Tally) -> Usage | UnsetType | None:
         """Of a chunk that is not the usage chunk: counts, null, or no key, as was asked."""
@@ -78,6 +80,7 @@ def make_job(
     reply_id = f"{prefix}{uuid.uuid4().hex}"
     try:
         _check_queue(request, prompts, params.n)
+        check_prompt_logprobs(body, params, sum(map(len, prompts)))
         requests = _requests(request, body, prompts, params, beside, reply_id, default_max_tokens)
     except RequestError as error:
         error.param = param_names.get(error.param or "", error.param)
@@ -95,6 +98,7 @@ def make_job(
         continuous_usage=bool(options and options.continuous_usage_stats),
         detailed=bool(body.speculation and body.speculation.detailed),
         return_token_ids=bool(body.return_token_ids),
+        num_prompt_logprobs=body.prompt_logprobs,
     )
 
 

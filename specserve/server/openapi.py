@@ -313,6 +313,7 @@ def body_ranges(limits: Limits, model_name: str) -> dict[str, Json]:
         "max_output_tokens": {**output},
         "min_tokens": _between(0, limits.max_model_len - 1),
         "top_logprobs": _between(0, admission.MAX_LOGPROBS),
+        "prompt_logprobs": _between(0, admission.MAX_LOGPROBS),
         "stop": {**stop, "maxItems": admission.MAX_STOP_STRINGS, "items": {**stop}},
         "stop_sequences": {"maxItems": admission.MAX_STOP_STRINGS, "items": {**stop}},
         "stop_token_ids": {"maxItems": admission.MAX_STOP_TOKEN_IDS, "items": {**token_id}},

@@ -16,6 +16,7 @@ from specserve.types import SamplingParams, Speculation
 
 MAX_COMPLETION_LOGPROBS = 5
 MAX_BEST_OF = 20  # as OpenAI
+MAX_PROMPT_LOGPROBS = 1 << 19  # numbers in one reply: some 60 MB while it is made
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI; a chat reply may fill the context
 MAX_PARALLEL = MAX_N  # sequences that one request may start: prompts x n
 
@@ -23,7 +24,6 @@ _DEFAULTS = SamplingParams()
 _TOKEN_ID = re.compile(r"-?\d{1,10}")
 
 _UNSUPPORTED = (
-    "prompt_logprobs",
     "logits_processors",
     "use_beam_search",
     "length_penalty",
@@ -43,7 +43,6 @@ _UNSUPPORTED_CHAT = (
 
 
 def _asks_for_nothing(name: str, value: object) -> bool:
-    """0 is not among them: prompt_logprobs 0 asks for something."""
     if value is None or value is False or value in ("", "none", [], {}):
         return True
     return name == "length_penalty" and value == 1  # some clients send the default
@@ -64,13 +63,6 @@ def refuse_unsupported(body: CompletionBody | ChatBody) -> None:
     for name in (*_UNSUPPORTED, *(_UNSUPPORTED_CHAT if chat else _UNSUPPORTED_COMPLETION)):
         if not _asks_for_nothing(name, fields[name]):
             raise _refuse(name)
-    if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
-        raise RequestError(
-            "echo together with logprobs asks for logprobs of the prompt, which this server does "
-            "not have yet: leave one of them out",
-            param="echo",
-            code="unsupported_parameter",
-        )
 
 
 def sequences_per_prompt(body: CompletionBody) -> int:
@@ -99,6 +91,26 @@ def check_stream_options(body: GenerationBody) -> None:
         )
 
 
+def check_prompt_logprobs(body: GenerationBody, params: SamplingParams, prompt_len: int) -> None:
+    """prompt_len: tokens of all prompts together"""
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError(
+            "prompt_logprobs has no place in a stream: leave out stream, or ask /v1/completions "
+            "for echo with logprobs",
+            param="prompt_logprobs",
+        )
+    if params.prompt_logprobs is None:
+        return
+    num_values = prompt_len * params.n * (1 + params.prompt_logprobs)
+    if num_values > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"logprobs of {prompt_len} prompt tokens with n = {params.n} and "
+            f"{params.prompt_logprobs} alternatives are {num_values} numbers, one reply holds "
+            f"{MAX_PROMPT_LOGPROBS}: ask for fewer alternatives, or send several requests",
+            param="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
+        )
+
+
 def check_parallel(num_prompts: int, n: int) -> None:
     if not 1 <= n <= MAX_PARALLEL:
         raise RequestError(f"n is {n}, it must be from 1 to {MAX_PARALLEL}", param="n")
@@ -120,8 +132,17 @@ def completion_params(body: CompletionBody) -> SamplingParams:
     logprobs = body.logprobs
     if logprobs is None and count > _given_int(body.n, _DEFAULTS.n):
         logprobs = 0  # to be compared by
-    params = _params(body, max_tokens=body.max_tokens, logprobs=logprobs)
-    return msgspec.structs.replace(params, n=count)
+    only_prompt = asks_only_for_prompt(body)
+    params = _params(body, max_tokens=1 if only_prompt else body.max_tokens, logprobs=logprobs)
+    wanted = params.prompt_logprobs
+    if body.echo and body.logprobs is not None and (wanted is None or 0 <= wanted < body.logprobs):
+        wanted = body.logprobs
+    return msgspec.structs.replace(params, n=count, prompt_logprobs=wanted)
+
+
+def asks_only_for_prompt(body: CompletionBody) -> bool:
+    """echo with max_tokens 0: the prompt again, with its logprobs. One token is made, not shown."""
+    return bool(body.echo) and body.max_tokens == 0
 
 
 def chat_params(body: ChatBody) -> SamplingParams:
@@ -175,6 +196,7 @@ def _params(
         ignore_eos=bool(body.ignore_eos),
         skip_special_tokens=body.skip_special_tokens is not False,
         logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence as Seq
 from types import TracebackType
 
+import msgspec
+
 from specserve.engine import Engine
 from specserve.server import errors
 from specserve.server.backlog import Backlog
@@ -22,11 +24,20 @@ class ChunkSource:
     and the streams coalesce, so what is held here is bounded.
     """
 
-    def __init__(self, engine: Engine, backlog: Backlog, requests: Seq[Request]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        backlog: Backlog,
+        requests: Seq[Request],
+        *,
+        only_prompt: bool = False,
+    ) -> None:
+        """only_prompt: leave out what follows the prompts"""
         self._engine = engine
         self._backlog = backlog
         self._waiting: dict[int, int] = {}  # stream index -> prompt tokens without a first chunk
         self._requests = requests
+        self._read = _without_output if only_prompt else _usable
         self._streams: list[RequestStream] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._inbox: asyncio.Queue[tuple[int, TokenChunk | None]] = asyncio.Queue(maxsize=1)
@@ -86,7 +97,7 @@ class ChunkSource:
             return []
         while not self._inbox.empty():
             arrived.append(self._inbox.get_nowait())
-        return [(idx, _usable(chunk)) for idx, chunk in arrived]
+        return [(idx, self._read(chunk)) for idx, chunk in arrived]
 
 
 def _usable(chunk: TokenChunk | None) -> TokenChunk:
@@ -97,3 +108,16 @@ def _usable(chunk: TokenChunk | None) -> TokenChunk:
     if chunk.finish_reason == "abort":
         raise errors.cut_short()
     return chunk
+
+
+def _without_output(chunk: TokenChunk | None) -> TokenChunk:
+    chunk = _usable(chunk)
+    return msgspec.structs.replace(
+        chunk,
+        text="",
+        token_ids=(),
+        logprobs=(),
+        num_output_tokens=0,
+        finish_reason=chunk.finish_reason and "length",
+        stop_reason=None,
+    )

@@ -111,8 +111,9 @@ class GenerationBody(Extensions, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     response_format: ResponseFormatBody | None = None
 
+    prompt_logprobs: int | None = None
+
     # Would change the answer; refused unless empty (params.refuse_unsupported).
-    prompt_logprobs: object = None
     logits_processors: object = None
     use_beam_search: object = None
     length_penalty: object = None
