@@ -57,6 +57,19 @@ def test_greedy_text_is_sensible_and_the_same_alone_and_beside_others(llm: LLM) 
     assert beside[1].outputs[0].token_ids == alone.outputs[0].token_ids
 
 
+def test_a_text_read_again_as_a_prompt_is_worth_what_it_was_when_it_was_made(llm: LLM) -> None:
+    [made] = llm.generate("The capital of", SamplingParams(seed=1, max_tokens=9, logprobs=3))
+    [output] = made.outputs
+    whole = [*made.prompt_token_ids, *output.token_ids]
+    [read] = llm.generate([whole], SamplingParams(max_tokens=1, prompt_logprobs=3))
+    assert read.prompt_logprobs is not None
+    assert output.logprobs is not None
+    assert (read.prompt_logprobs[0], len(read.prompt_logprobs)) == (None, len(whole))
+    again = [(one.logprob, one.top) for one in read.prompt_logprobs[-9:] if one is not None]
+    assert again == [(one.logprob, one.top) for one in output.logprobs]
+    assert made.prompt_logprobs is None
+
+
 def test_texts_look_as_asked_for_whoever_guesses(llm: LLM) -> None:
     form = GrammarSpec(kind="regex", text="(yes|no), because [a-z ]{5,20}!", param="text_format")
     params = SamplingParams(temperature=0.8, seed=1, n=2, max_tokens=40)

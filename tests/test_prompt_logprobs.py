@@ -175,6 +175,18 @@ async def test_a_prompt_in_the_cache_is_computed_again_for_them_and_only_for_the
             assert all(entry.top == () for entry in chunk.prompt_logprobs)
 
 
+async def test_a_text_read_again_as_a_prompt_is_worth_what_it_was_when_it_was_made() -> None:
+    params = SamplingParams(max_tokens=NUM_TOKENS, seed=1, logprobs=NUM_TOP)
+    async with serving(model(), a_config()) as served:
+        [made] = await served.run(served.requests(PROMPTS[3], params, name="made"))
+        whole = [*PROMPTS[3], *made.token_ids]
+        [read] = await served.run(served.requests(whole, a_params(0), name="read"))
+    again = read.prompt_logprobs[-NUM_TOKENS:]
+    assert [(one.logprob, one.top) for one in again] == [
+        (one.logprob, one.top) for one in made.logprobs
+    ]
+
+
 # ---- memory --------------------------------------------------------------------------------
 
 
