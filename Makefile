@@ -9,7 +9,7 @@ WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python
 BIN := .venv/bin
 
-.PHONY: install native serve test test-optimized lint format clean
+.PHONY: install native clients serve test test-optimized lint format clean
 
 install: native
 	@$(BIN)/specserve pull demo
@@ -25,15 +25,23 @@ install: native
 native: .venv/.installed
 	-@$(BIN)/python kernels/specserve_kernels/build_native.py
 
+.venv/.clients: .venv/.installed tests/clients/requirements.lock tests/clients/package-lock.json
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/clients/requirements.lock
+	-@if command -v npm >/dev/null; then npm ci --silent --ignore-scripts --no-audit --no-fund --prefix tests/clients; fi
+	@touch $@
+
+# Clients that tests talk to a server with: where one is missing, its tests are skipped and say so.
+clients: .venv/.clients
+
 serve: install
 	$(BIN)/specserve serve $(ARGS)
 
 # Without the demo model its tests are skipped and say so, so that a failed pull stops nothing here.
-test: native
+test: native clients
 	-@$(BIN)/specserve pull demo
 	$(PYTEST) -m pytest -n $(WORKERS) $(ARGS)
 
-test-optimized: native
+test-optimized: native clients
 	-@$(BIN)/specserve pull demo
 	$(PYTEST) -O -m pytest -n $(WORKERS) $(ARGS)
 
@@ -47,4 +55,4 @@ format:
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv dist build kernels/specserve_kernels/_native
+	rm -rf .venv tests/clients/node_modules dist build kernels/specserve_kernels/_native

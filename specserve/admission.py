@@ -276,8 +276,8 @@ def _resolve_max_tokens(max_tokens: int | None, prompt_len: int, limits: Limits)
         raise RequestError(
             f"This model's maximum context length is {limits.max_model_len} tokens. However, you "
             f"requested {asked} tokens ({prompt_len} in the prompt, {max_tokens or 1} for the "
-            "output): shorten the prompt, ask for fewer tokens, or start the server with a "
-            "larger --max-model-len",
+            "output), so the prompt is too long: shorten it, ask for fewer tokens, or start the "
+            "server with a larger --max-model-len",
             param="prompt" if room < 1 else "max_tokens",
             code="context_length_exceeded",
         )
@@ -285,8 +285,9 @@ def _resolve_max_tokens(max_tokens: int | None, prompt_len: int, limits: Limits)
     if prompt_len + resolved > pool_tokens:
         raise RequestError(
             f"This model's maximum context length is {pool_tokens} tokens. However, you requested "
-            f"{prompt_len + resolved} tokens: the KV pool has {limits.num_blocks} blocks of "
-            f"{limits.block_size}; start the server with a larger --kv-cache-gb",
+            f"{prompt_len + resolved} tokens, so the prompt is too long: the KV pool has "
+            f"{limits.num_blocks} blocks of {limits.block_size}; start the server with a larger "
+            "--kv-cache-gb",
             param="prompt",
             code="context_length_exceeded",
         )

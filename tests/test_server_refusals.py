@@ -230,6 +230,7 @@ async def test_a_context_overflow_is_told_in_the_words_clients_know(
         reply = await server.post("/v1/completions", body)
         check_refusal(reply, param)
         assert reply.error["message"].startswith(OVERFLOW.format(256))
+        assert "prompt is too long" in reply.error["message"]  # what LangChain knows it by
         assert reply.error["code"] == "context_length_exceeded"
         assert reply.error["type"] == "invalid_request_error"
         content = [{"role": "user", "content": "a" * 300}]

@@ -59,7 +59,8 @@ def check_text_size(num_chars: int, max_model_len: int, param: str) -> None:
     if num_chars > MAX_CHARS_PER_TOKEN * max_model_len:
         raise RequestError(
             f"This model's maximum context length is {max_model_len} tokens. However, {param} has "
-            f"{num_chars} characters, more than {MAX_CHARS_PER_TOKEN} for each of them: shorten it",
+            f"{num_chars} characters, more than {MAX_CHARS_PER_TOKEN} for each of them, so the "
+            "prompt is too long: shorten it",
             param=param,
             code="context_length_exceeded",
         )
@@ -156,7 +157,7 @@ def _check_sizes(
     if len(plain) > max_model_len:  # templates spend a token at least on each
         raise RequestError(
             f"This model's maximum context length is {max_model_len} tokens. However, messages has "
-            f"{len(plain)} messages: send fewer",
+            f"{len(plain)} messages, so the prompt is too long: send fewer",
             param="messages",
             code="context_length_exceeded",
         )
