@@ -95,6 +95,7 @@ def make_requests(
     traceparent: str | None = None,
     prediction_ids: Seq[int] = (),
     bad_word_ids: tuple[tuple[int, ...], ...] = (),
+    with_steps: bool = False,
 ) -> list[Request]:
     """n Requests for one prompt; RequestError names the field, the value and the limit.
 
@@ -136,6 +137,7 @@ def make_requests(
             cache_salt=cache_salt or "",
             arrival_time=time.time(),
             traceparent=traceparent,
+            with_steps=with_steps,
         )
         for i in range(params.n)
     ]

@@ -19,6 +19,7 @@ from specserve.types import (
     RowPlan,
     RowResult,
     SpecStats,
+    StepTrace,
     TokenChunk,
 )
 from specserve_observability.records import PrefillChunk, QueuePeriod, RequestRecord, RowRecord
@@ -121,11 +122,25 @@ class LiveRequest:
             token_ids=tuple(token_ids),
             logprobs=result.logprobs[: len(token_ids)] if result else (),
             prompt_logprobs=prompt_logprobs,
+            steps=self._steps(len(token_ids), result),
             num_prompt_tokens=self.seq.num_prompt_tokens,
             num_cached_tokens=self.seq.num_cached_tokens,
             num_output_tokens=self.output.num_output_tokens,
             num_preemptions=self.seq.num_preemptions,
         )
+
+    def _steps(self, num_tokens: int, result: RowResult | None) -> tuple[StepTrace, ...]:
+        if result is None or result.guesses is None or not num_tokens:
+            return ()
+        step = StepTrace(
+            step_idx=self._num_steps - 1,
+            num_tokens=num_tokens,
+            num_accepted=min(result.num_accepted, num_tokens),
+            drafter=result.drafter if result.num_draft_tokens else "none",
+            reason=result.no_draft_reason,
+            guesses=result.guesses,
+        )
+        return (step,)
 
     def last_chunk(
         self,

@@ -24,7 +24,15 @@ from specserve.noise import Noise
 from specserve.sampler import LogitsRow, RowError, choose, logprobs, prompt_logprobs
 from specserve.speculation.chosen import ChosenDraft, Learned, kv_lens_after
 from specserve.speculation.speculator import Speculator
-from specserve.types import BatchPlan, RowPlan, RowResult, StepResult, StepTimings, TokenLogprobs
+from specserve.types import (
+    BatchPlan,
+    Guesses,
+    RowPlan,
+    RowResult,
+    StepResult,
+    StepTimings,
+    TokenLogprobs,
+)
 from specserve.verifier import Verdict, verify, verify_replay
 from specserve_kernels.interface import PagedBatch
 
@@ -268,6 +276,7 @@ class ModelRunner:
             drafter=chosen.drafter,
             predicted_accepted=chosen.expected,
             no_draft_reason=chosen.reason,
+            guesses=_guesses(row, chosen.draft, verdict),
         )
         return _Verified(result, verdict.path)
 
@@ -308,6 +317,12 @@ class ModelRunner:
     def _slot(self, row: RowPlan, index: int) -> int:
         block_id = row.block_table[index // self._block_size]
         return block_id * self._block_size + index % self._block_size
+
+
+def _guesses(row: RowPlan, draft: Draft, verdict: Verdict) -> Guesses | None:
+    if not row.request.with_steps:
+        return None
+    return Guesses(draft.token_ids, draft.parents, draft.scores, verdict.path)
 
 
 class _Verified(msgspec.Struct, frozen=True):

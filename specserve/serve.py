@@ -144,6 +144,7 @@ async def _run(
     app = create_app(
         engine,
         metrics_text=metrics_text,
+        feed=tracing.recorder.feed,
         tracer=tracing.server_tracer,
         settings=settings,
     )

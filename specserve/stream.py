@@ -22,6 +22,7 @@ def merge(first: TokenChunk, second: TokenChunk) -> TokenChunk:
         token_ids=first.token_ids + second.token_ids,
         logprobs=first.logprobs + second.logprobs,
         prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
+        steps=first.steps + second.steps,
     )
 
 

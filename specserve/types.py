@@ -82,6 +82,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     draft_width: int = 1  # most children of a guess; 1: chains
     prediction_ids: tuple[int, ...] = ()  # what the user expects the output to be
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # never in the output, one after the other
+    with_steps: bool = False  # its chunks tell what each step guessed (TokenChunk.steps)
     constraint: Constraint | None = None  # this sequence's own: what the output must look like
 
     @property
@@ -145,6 +146,35 @@ class PromptLogprobs(TokenLogprobs, frozen=True):
     rank: int  # 1: no token was likelier
 
 
+class Guesses(msgspec.Struct, frozen=True):
+    """One row's guesses in one step, and those that the target took.
+
+    token_ids, parents, scores: as in a Draft
+    path: the accepted ones, indices into token_ids, each the parent of the next
+    """
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    scores: tuple[float, ...] = ()
+    path: tuple[int, ...] = ()
+
+
+class StepTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did for one sequence. Counts are after stop trimming, guesses before.
+
+    step_idx:     counts this sequence's steps that emitted a token
+    num_tokens:   emitted: the accepted guesses, then (unless trimmed) the target's own token
+    reason:       why there was no guess although speculation was asked for; often empty
+    """
+
+    step_idx: int
+    num_tokens: int
+    num_accepted: int
+    drafter: str
+    reason: str
+    guesses: Guesses
+
+
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one row produced, before stop conditions.
 
@@ -162,6 +192,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str = "none"
     predicted_accepted: float = 0.0  # guesses that were expected to be right
     no_draft_reason: str = ""  # why K = 0 although speculation was asked for
+    guesses: Guesses | None = None  # of requests with_steps that sampled
     error: str | None = None
 
 
@@ -229,4 +260,5 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     stats: SpecStats | None = None
     times: RequestTimes | None = None
+    steps: tuple[StepTrace, ...] = ()  # of requests with_steps; their tokens are token_ids
     error: str | None = None

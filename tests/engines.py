@@ -21,6 +21,7 @@ from specserve.speculation.speculator import Speculator
 from specserve.stream import merge
 from specserve.tokenizer import Tokenizer
 from specserve.types import Request, SamplingParams, Speculation, TokenChunk
+from specserve_observability.recorder import StepFeed
 from specserve_observability.records import RequestRecord, StepRecord
 
 
@@ -47,10 +48,12 @@ class ListRecorder:
     """Keeps every record."""
 
     def __init__(self) -> None:
+        self.feed = StepFeed()
         self.steps: list[StepRecord] = []
         self.requests: list[RequestRecord] = []
 
     def record_step(self, record: StepRecord) -> None:
+        self.feed.put(record)
         self.steps.append(record)
 
     def record_request(self, record: RequestRecord) -> None:

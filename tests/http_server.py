@@ -115,7 +115,11 @@ async def a_server(
         drafters=guessers(script) if drafters is None else drafters,
     )
     app = create_app(
-        engine, metrics_text=lambda: "specserve_up 1\n", tracer=tracer, settings=settings
+        engine,
+        metrics_text=lambda: "specserve_up 1\n",
+        feed=recorder.feed,
+        tracer=tracer,
+        settings=settings,
     )
     runner = create_runner(app)
     await engine.start()

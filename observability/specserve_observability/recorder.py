@@ -7,6 +7,8 @@ newest record and counts it: only the loop puts, so the count is exact without a
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from .metrics import Metrics
@@ -40,6 +42,50 @@ class BoundedQueue(Generic[T]):
         return len(self._items)
 
 
+class Listener:
+    """What one reader of steps has not taken yet. num_dropped: never kept, it was too slow."""
+
+    def __init__(self, capacity: int) -> None:
+        self._steps: BoundedQueue[StepRecord] = BoundedQueue(capacity)
+        self.num_dropped = 0
+
+    def put(self, step: StepRecord) -> None:
+        if not self._steps.put(step):
+            self.num_dropped += 1
+
+    def take(self) -> list[StepRecord]:
+        """Oldest first."""
+        return self._steps.take()
+
+
+class StepFeed:
+    """Finished steps as they come, for whoever listens just now; with nobody put() does nothing.
+
+    All calls on the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: tuple[Listener, ...] = ()
+
+    @property
+    def num_listeners(self) -> int:
+        return len(self._listeners)
+
+    def put(self, step: StepRecord) -> None:
+        for listener in self._listeners:
+            listener.put(step)
+
+    @contextmanager
+    def listening(self, capacity: int) -> Iterator[Listener]:
+        """capacity: steps that may wait for this listener"""
+        listener = Listener(capacity)
+        self._listeners = (*self._listeners, listener)
+        try:
+            yield listener
+        finally:
+            self._listeners = tuple(one for one in self._listeners if one is not listener)
+
+
 class Recorder:
     """has_sink: someone drains the queues. Without it a record is counted and forgotten."""
 
@@ -47,12 +93,14 @@ class Recorder:
         self, metrics: Metrics | None = None, *, has_sink: bool = False, capacity: int = 8192
     ) -> None:
         self.metrics = metrics or Metrics()
+        self.feed = StepFeed()
         self.has_sink = has_sink
         self.steps: BoundedQueue[StepRecord] = BoundedQueue(capacity)
         self.requests: BoundedQueue[RequestRecord] = BoundedQueue(capacity)
 
     def record_step(self, step: StepRecord) -> None:
         self.metrics.add_step(step)
+        self.feed.put(step)
         if self.has_sink and not self.steps.put(step):
             self.metrics.num_records_dropped += 1
 

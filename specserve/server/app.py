@@ -4,7 +4,7 @@ The composition root starts the engine, then serves this application with `creat
 on a signal awaits `drain(app)`, cleans the runner up and stops the engine:
 
     await engine.start()
-    app = create_app(engine, metrics_text=...)
+    app = create_app(engine, metrics_text=..., feed=...)
     runner = create_runner(app)
     await runner.setup()
     await web.TCPSite(runner, host, port).start()
@@ -22,7 +22,16 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from specserve.engine import Engine
-from specserve.server import chat, completions, messages, openapi, operations, responses, tokens
+from specserve.server import (
+    chat,
+    completions,
+    events,
+    messages,
+    openapi,
+    operations,
+    responses,
+    tokens,
+)
 from specserve.server.backlog import Backlog
 from specserve.server.compiler import GrammarCompiler
 from specserve.server.keys import Slots
@@ -31,6 +40,7 @@ from specserve.server.protocol import Runner
 from specserve.server.readers import ReplyFormat
 from specserve.server.state import STATE, Lifecycle, ServerSettings, ServerState
 from specserve.server.tracing import PassThroughTracer, ServerTracer
+from specserve_observability.recorder import StepFeed
 
 ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/v1/completions"): completions.completions,
@@ -47,6 +57,7 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/version"): operations.version,
     ("GET", "/metrics"): operations.metrics,
     ("GET", "/openapi.json"): openapi.openapi,
+    ("GET", "/specserve/events"): events.events,
 }
 
 
@@ -54,15 +65,19 @@ def create_app(
     engine: Engine,
     *,
     metrics_text: Callable[[], str],
+    feed: StepFeed,
     tracer: ServerTracer | None = None,
     settings: ServerSettings | None = None,
 ) -> web.Application:
-    """engine: started by the caller, and stopped by it. metrics_text: Prometheus text, now."""
+    """engine: started by the caller, and stopped by it. metrics_text: Prometheus text, now.
+    feed: the steps of that engine
+    """
     settings = settings or ServerSettings()
     app = web.Application(middlewares=[around], client_max_size=settings.max_body_bytes)
     app[STATE] = ServerState(
         engine=engine,
         metrics_text=metrics_text,
+        feed=feed,
         tracer=tracer or PassThroughTracer(),
         settings=settings,
         lifecycle=Lifecycle(),

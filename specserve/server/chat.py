@@ -55,9 +55,8 @@ class ChatShape(ChoiceShape):
     """
 
     def __init__(self, chat: Conversation, tokenizer: Tokenizer) -> None:
-        super().__init__(chat.job)
+        super().__init__(chat.job, tokenizer)
         self._voices = chat.voices
-        self._tokenizer = tokenizer
         self._started: set[int] = set()
 
     def events(self, idx: int, chunk: TokenChunk, tally: Tally) -> list[msgspec.Struct]:
@@ -81,7 +80,8 @@ class ChatShape(ChoiceShape):
 
     def _shows_tokens(self, chunk: TokenChunk) -> bool:
         """Even one that is only part of a character, or may begin a stop string or a call."""
-        asked = self._job.return_token_ids or self._job.params.logprobs is not None
+        job = self._job
+        asked = job.return_token_ids or job.return_token_origins or job.params.logprobs is not None
         return asked and bool(chunk.token_ids)
 
     def _content(self, idx: int, chunk: TokenChunk, parts: Seq[Part]) -> ChatChunkChoice:
@@ -90,6 +90,7 @@ class ChatShape(ChoiceShape):
             delta=_delta(parts, first=idx not in self._started),
             logprobs=self._logprobs(chunk),
             token_ids=list(chunk.token_ids) if self._job.return_token_ids else UNSET,
+            token_origins=self._origins(idx, chunk),
         )
 
     def _chunk(
@@ -147,6 +148,7 @@ class ChatShape(ChoiceShape):
             finish_reason=_finish_reason(chunk, voice),
             stop_reason=chunk.stop_reason,
             token_ids=list(chunk.token_ids) if self._job.return_token_ids else UNSET,
+            token_origins=self._origins(idx, chunk),
         )
 
     def _logprobs(self, chunk: TokenChunk) -> ChatLogprobs | None:

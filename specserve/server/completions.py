@@ -117,18 +117,18 @@ class CompletionShape(ChoiceShape):
         num_logprobs: alternatives shown of each token; None: no logprobs
         echoes:       by prompt, what its texts begin with
         """
-        super().__init__(job)
+        super().__init__(job, tokenizer)
         self._num_choices = num_choices
         self._num_logprobs = num_logprobs
         self._echoes = echoes
-        self._tokenizer = tokenizer
         self._started: set[int] = set()
         self._text_offsets = [0] * len(job.requests)
 
     def events(self, idx: int, chunk: TokenChunk, tally: Tally) -> list[msgspec.Struct]:
         choice = self._choice(idx, chunk)
         job = self._job
-        says_nothing = not chunk.text and not choice.logprobs and not job.return_token_ids
+        shows_tokens = choice.logprobs or job.return_token_ids or job.return_token_origins
+        says_nothing = not chunk.text and not shows_tokens
         if says_nothing and chunk.finish_reason is None and idx in self._started:
             return []  # the token so far is only part of a character, or may begin a stop string
         self._started.add(idx)
@@ -194,6 +194,7 @@ class CompletionShape(ChoiceShape):
             finish_reason=None if chunk.finish_reason is None else finish_reason(chunk),
             stop_reason=chunk.stop_reason,
             token_ids=list(chunk.token_ids) if with_ids else UNSET,
+            token_origins=self._origins(idx, chunk),
             prompt_token_ids=prompt_ids if with_ids and first else UNSET,
             prompt_logprobs=prompt_logprobs(
                 self._tokenizer, prompt_ids, chunk.prompt_logprobs, self._job.num_prompt_logprobs

@@ -38,6 +38,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool
     detailed: bool
     return_token_ids: bool
+    return_token_origins: bool
     num_prompt_logprobs: int | None  # alternatives shown of each prompt token; None: none asked for
     only_prompt: bool = False  # what follows it is not shown
 
@@ -98,6 +99,7 @@ def make_job(
         continuous_usage=bool(options and options.continuous_usage_stats),
         detailed=bool(body.speculation and body.speculation.detailed),
         return_token_ids=bool(body.return_token_ids),
+        return_token_origins=bool(body.return_token_origins),
         num_prompt_logprobs=body.prompt_logprobs,
     )
 
@@ -149,6 +151,7 @@ def _requests(
             traceparent=context.span.traceparent,
             prediction_ids=beside.prediction,
             bad_word_ids=beside.bad_words,
+            with_steps=bool(body.return_token_origins),
         )
     ]
 

@@ -17,8 +17,17 @@ from msgspec import UNSET
 import specserve
 from specserve import admission
 from specserve.admission import Limits
-from specserve.server import errors, message_replies, params, replies, response_replies, wire
+from specserve.server import (
+    errors,
+    events,
+    message_replies,
+    params,
+    replies,
+    response_replies,
+    wire,
+)
 from specserve.server.errors import ErrorReply, MessagesError
+from specserve.server.events import EngineWindow
 from specserve.server.keys import OPEN_ROUTES
 from specserve.server.message_wire import BLOCK_TYPES, CountTokensBody, MessagesBody
 from specserve.server.middleware import REQUEST_ID_PATTERN
@@ -101,6 +110,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/ready"): Operation(summary="200 while new requests are taken", reply=replies.Status),
     ("GET", "/version"): Operation(summary="The version", reply=replies.Version),
     ("GET", "/metrics"): Operation(summary="Prometheus text"),
+    ("GET", "/specserve/events"): Operation(
+        summary="What the engine does, as it does it: numbers only",
+        events=(EngineWindow,),
+        framing=NAMED,
+    ),
     ("GET", "/openapi.json"): Operation(summary="This document", reply=replies.OpenApi),
 }
 
@@ -224,7 +238,7 @@ def _schemas(limits: Limits, model_name: str) -> dict[str, Json]:
 
 def _require_what_is_always_sent(schemas: dict[str, Json]) -> None:
     """To msgspec a field with a default is optional, but in a reply only UNSET is left out."""
-    modules = (replies, response_replies, message_replies, errors)
+    modules = (replies, response_replies, message_replies, errors, events)
     kinds = [kind for one in modules for kind in vars(one).values() if isinstance(kind, type)]
     for kind in kinds:
         if issubclass(kind, msgspec.Struct) and kind.__name__ in schemas:

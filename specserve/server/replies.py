@@ -112,6 +112,54 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+# ---- where tokens come from (return_token_origins) -------------------------------------------
+
+Origin = Literal["accepted", "corrected", "bonus", "plain"]
+
+
+class TokenOrigin(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of the reply.
+
+    text:        what it adds to the text, "" while that is only part of a character
+    origin:      accepted: a guess that the target confirmed. corrected: the target's own, where
+                 every guess was wrong. bonus: its own, behind guesses that were all right. plain:
+                 its own, in a step without guesses
+    position:    of an accepted guess: 0 for the first after the text
+    probability: of an accepted guess, as its drafter saw it; left out where it has no opinion
+    """
+
+    id: int
+    text: str
+    origin: Origin
+    position: int | UnsetType = UNSET
+    probability: float | UnsetType = UNSET
+
+
+class RejectedGuess(msgspec.Struct, frozen=True, kw_only=True):
+    """text: the token's own; position: how many guesses come before it on its branch"""
+
+    id: int
+    text: str
+    position: int
+    probability: float | UnsetType = UNSET
+
+
+class StepOrigins(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of a choice, in order; steps without a token are left out of the count.
+
+    drafter: whose guesses were verified; "none" where there were none
+    reason:  why there were none although speculation was asked for
+    """
+
+    step: int
+    drafter: str
+    drafted: int
+    accepted: int
+    reason: str | UnsetType = UNSET
+    tokens: list[TokenOrigin]
+    rejected: list[RejectedGuess]
+
+
 # ---- /v1/completions -------------------------------------------------------------------------
 
 
@@ -124,6 +172,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET
+    token_origins: list[StepOrigins] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobList | UnsetType = UNSET
 
@@ -167,6 +216,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: ChatFinishReason
     stop_reason: StopReason
     token_ids: list[int] | UnsetType = UNSET
+    token_origins: list[StepOrigins] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,6 +259,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: ChatFinishReason | None = None
     stop_reason: StopReason | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    token_origins: list[StepOrigins] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):

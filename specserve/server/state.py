@@ -20,6 +20,7 @@ from specserve.server.cors import CorsPolicy
 from specserve.server.keys import KeyRing, Slots
 from specserve.server.readers import ReplyFormat
 from specserve.server.tracing import AttributeValue, ServerSpan, ServerTracer
+from specserve_observability.recorder import StepFeed
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +35,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     off_loop_body_bytes: int = 64 * 1024  # larger bodies are parsed on a helper thread
     grammar_seconds: float = 10.0  # how long a request may wait for its grammar to be compiled
     max_waiting_tokens: int = 1_000_000  # of prompts whose first token is to come
+    event_seconds: float = 0.25  # between two events of /specserve/events while steps are taken
+    idle_event_seconds: float = 2.0  # and while none are
+    max_event_listeners: int = 16
     keys: KeyRing | None = None  # None: whoever reaches the port may ask
     max_concurrent_per_key: int | None = None  # requests under way
     cors: CorsPolicy = CorsPolicy()
@@ -86,6 +90,7 @@ class Lifecycle:
 class ServerState:
     engine: Engine
     metrics_text: Callable[[], str]
+    feed: StepFeed
     tracer: ServerTracer
     settings: ServerSettings
     lifecycle: Lifecycle

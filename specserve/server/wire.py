@@ -109,6 +109,7 @@ class GenerationBody(Extensions, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    return_token_origins: bool | None = None
     response_format: ResponseFormatBody | None = None
 
     prompt_logprobs: int | None = None
