@@ -9,9 +9,13 @@ namespace specserve {
 // waits are in vain a neighbour process holds threads back, and spinning would deprive them of their
 // core: then waits are short for a while. Number: beside one busy process long waits alone take
 // twice as long as short ones alone.
+// The next step comes within milliseconds while a text is made, and a worker that slept starts it
+// late: so for that long it stays awake, yielding to whoever wants the core.
 constexpr int SHORT_SPINS = 500;
 constexpr int LONG_SPINS = 5000;
 constexpr int SHORT_WAITS = 128;
+constexpr int STEP_YIELDS = 1500;  // 2 to 3 ms
+constexpr int SPINS_PER_YIELD = 25;
 constexpr int MOST_DISTRUST = 8;
 constexpr int DISTRUST_OF_ONE_IN_VAIN = 4;  // a wait that was not takes 1 off
 
@@ -22,10 +26,19 @@ void Pool::Signal::advance() {
   changed.notify_all();
 }
 
-bool Pool::Signal::wait_while(uint32_t seen, int num_spins) {
+bool Pool::Signal::spin_while(uint32_t seen, int num_spins) const {
   for (int spin = 0; spin < num_spins; spin++) {
     if (value.load(std::memory_order_acquire) != seen) return true;
     pause_briefly();
+  }
+  return false;
+}
+
+bool Pool::Signal::wait_while(uint32_t seen, int num_spins, int num_yields) {
+  if (spin_while(seen, num_spins)) return true;
+  for (int turn = 0; turn < num_yields; turn++) {
+    std::this_thread::yield();
+    if (spin_while(seen, SPINS_PER_YIELD)) return true;
   }
   std::unique_lock<std::mutex> lock(mutex);
   num_sleepers.fetch_add(1);
@@ -84,7 +97,8 @@ void Pool::wait_until_passed(uint32_t seen) {
 
 void Pool::work(int thread) {
   for (uint32_t seen = 0;; seen++) {
-    start_.wait_while(seen, SHORT_SPINS);
+    const bool is_crowded = num_short_waits_.load(std::memory_order_relaxed) > 0;
+    start_.wait_while(seen, SHORT_SPINS, is_crowded ? 0 : STEP_YIELDS);
     if (stopping_) return;
     job_(context_, thread);
     barrier();
