@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from specserve.config import EngineConfig
 from specserve.drafting import Drafter
 from specserve.engine import Engine
 from specserve.errors import ConfigError
+from specserve.gpu.device_memory import device_budget, peak_while
 from specserve.loading import (
     NATIVE_DTYPES,
     AnyDecoder,
@@ -33,6 +35,7 @@ from specserve.scheduler import MAX_SCORED_TOKENS
 from specserve.speculation.costs import UNMEASURED
 from specserve.speculation.recording import Recording
 from specserve.speculation.speculator import Speculator
+from specserve.targets import make_target, measure_steps
 from specserve.tokenizer import check_same_vocabulary
 from specserve_drafts import DRAFTERS, DrafterResources, parse_drafter_spec
 from specserve_drafts.head_files import Head, NativeForm, TargetParts
@@ -42,6 +45,7 @@ from specserve_kernels.interface import PagedBatch
 from specserve_observability.metrics import Metrics
 from specserve_observability.recorder import Recorder
 
+DEFAULT_KV_GB = 1.0  # in main memory, which others need, too
 MODEL_DRAFTERS = ("draft_model", "pard")  # whole language models with the target's tokenizer
 
 LEAST = {
@@ -77,8 +81,8 @@ def build_engine(
     """
     check_options(options)
     use_threads(options.threads)
-    dtype = choose_dtype(options.dtype, options.backend)
-    target = load_model(options.model, dtype, options.backend, say)
+    dtype = choose_dtype(options.dtype, options.backend, options.device)
+    target = load_model(options.model, dtype, options.backend, say, device=options.device)
     drafts = load_draft_models(options, target, say)
     parts = _parts_for_heads(options, target)
     heads = load_heads(drafter_specs(options), parts, vocab_size=target.vocab_size)
@@ -86,14 +90,8 @@ def build_engine(
     config = _engine_config(options, memory, target)
     drafters = _make_drafters(options, config, target, drafts, heads)
     names = tuple(drafters)
-    runner = ModelRunner(
-        target.decoder,
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        vocab_size=target.vocab_size,
-        speculator=_make_speculator(options, target, drafters, recording, say),
-        hidden_size=target.decoder.config.hidden_size,
-    )
+    speculator = _make_speculator(options, target, drafters, recording, say)
+    runner = ModelRunner(make_target(config, target), speculator)
     engine = Engine(
         model_name=model_name or options.model,
         config=config,
@@ -128,9 +126,14 @@ def check_options(options: EngineOptions) -> None:
         ("memory-gb", options.memory_gb),
         ("draft-sharpness", options.draft_sharpness),
         ("itl-target-ms", options.itl_target_ms),
+        ("gpu-memory-utilization", options.gpu_memory_utilization),
     ):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name} is {value}, it must be a number above 0")
+    if options.gpu_memory_utilization > 1:
+        raise ConfigError(
+            f"--gpu-memory-utilization is {options.gpu_memory_utilization}, it must be at most 1"
+        )
     if options.max_num_batched_tokens < options.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens is {options.max_num_batched_tokens}, it must be at least "
@@ -144,20 +147,20 @@ def check_options(options: EngineOptions) -> None:
     for name, argument in drafter_specs(options):
         if name in MODEL_DRAFTERS and not argument:
             raise ConfigError(f"--drafters {name} needs a model: {name}:PATH")
-    check_backend(options.backend)
+    check_backend(options.backend, options.device)
 
 
 def load_draft_models(
     options: EngineOptions, target: LoadedModel, say: Say
 ) -> Mapping[str, AnyDecoder]:
     """Decoders of drafters that are models, by path; same tokenizer checked id for id."""
-    dtype = choose_dtype(options.draft_dtype, options.backend)
+    dtype = choose_dtype(options.draft_dtype, options.backend, options.device)
     loaded = {}
     for name, argument in drafter_specs(options):
         if name not in MODEL_DRAFTERS:
             continue
         assert argument  # check_options
-        draft = load_model(argument, dtype, options.backend, say)
+        draft = load_model(argument, dtype, options.backend, say, device=options.device)
         check_same_vocabulary(target.tokenizer, draft.tokenizer)
         loaded[argument] = draft.decoder
     return loaded
@@ -165,8 +168,10 @@ def load_draft_models(
 
 def _parts_for_heads(options: EngineOptions, target: LoadedModel) -> TargetParts:
     """What heads share with the target, and how native code packs them if the target is native."""
+    if not isinstance(target.decoder, NativeDecoder):
+        return target.parts
     dtype = NATIVE_DTYPES.get(choose_dtype(options.draft_dtype, options.backend))
-    if dtype is None or not isinstance(target.decoder, NativeDecoder):
+    if dtype is None:
         return target.parts
     return msgspec.structs.replace(target.parts, native=NativeForm(dtype, torch.get_num_threads()))
 
@@ -243,17 +248,42 @@ def _plan_blocks(
     heads: Mapping[str, Head],
 ) -> MemoryReport:
     models = [target.decoder, *drafts.values()]
-    budget = int(options.memory_gb * GIB) if options.memory_gb else physical_memory() // 2
+    activation = sum(measure_activation(model, options) for model in drafts.values())
+    if options.device == "cuda":  # graphs and the sampler's buffers live there, too
+        activation += measure_steps(_smallest_config(options, target), target)
+    else:
+        activation += measure_activation(target.decoder, options)
+    kv_limit = options.kv_cache_gb
+    if kv_limit is None:
+        kv_limit = DEFAULT_KV_GB if options.device == "cpu" else math.inf
+    budget = _memory_budget(options)
     return plan_memory(
         budget=budget,
         weights=sum(model.weight_bytes() for model in models)
         + sum(head.weight_bytes() for head in heads.values()),
-        activation=sum(measure_activation(model, options) for model in models),
+        activation=activation,
         kv_bytes_per_token=sum(model.kv_bytes_per_token() for model in models)
         + sum(head.kv_bytes_per_token(options.block_size) for head in heads.values()),
         block_size=options.block_size,
-        kv_limit=int(options.kv_cache_gb * GIB),
+        kv_limit=int(min(kv_limit * GIB, budget)),
     )
+
+
+def _smallest_config(options: EngineOptions, target: LoadedModel) -> EngineConfig:
+    """Of the steps that will be served, with next to no pool."""
+    longest = target.decoder.max_position_embeddings
+    return _config_of(
+        options, num_blocks=1, max_model_len=min(options.max_model_len or longest, longest)
+    )
+
+
+def _memory_budget(options: EngineOptions) -> int:
+    """Bytes for weights, steps and KV pool; on a GPU its weights are there already."""
+    if options.memory_gb:
+        return int(options.memory_gb * GIB)
+    if options.device == "cuda":
+        return device_budget(options.gpu_memory_utilization)
+    return physical_memory() // 2
 
 
 def measure_activation(model: AnyDecoder, options: EngineOptions) -> int:
@@ -278,7 +308,7 @@ def measure_activation(model: AnyDecoder, options: EngineOptions) -> int:
         with torch.inference_mode():
             model.forward(ids, torch.arange(num_tokens), batch, cache, range(num_logits))
 
-    return growth_while(step)
+    return peak_while(step) if options.device == "cuda" else growth_while(step)
 
 
 def _engine_config(
@@ -292,10 +322,14 @@ def _engine_config(
             f"{target.decoder.max_position_embeddings} and the KV pool holds {memory.num_tokens} "
             "tokens (raise --kv-cache-gb)"
         )
+    return _config_of(options, num_blocks=memory.num_blocks, max_model_len=asked or longest)
+
+
+def _config_of(options: EngineOptions, *, num_blocks: int, max_model_len: int) -> EngineConfig:
     return EngineConfig(
         block_size=options.block_size,
-        num_blocks=memory.num_blocks,
-        max_model_len=asked or longest,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_prefill_chunk=options.max_prefill_chunk,

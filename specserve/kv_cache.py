@@ -28,10 +28,11 @@ class KVCache:
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> None:
         shape = (layers, num_blocks, block_size, kv_heads, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype)
-        self.values = torch.zeros(shape, dtype=dtype)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.block_size = block_size
 
     def move(self, source_slots: Seq[int], target_slots: Seq[int]) -> None:
@@ -40,8 +41,8 @@ class KVCache:
         Slots are flat (block id * S + offset); all sources are read before any target is written.
         """
         layers, num_blocks, block_size, kv_heads, head_dim = self.keys.shape
-        source = torch.tensor(list(source_slots), dtype=torch.int64)
-        target = torch.tensor(list(target_slots), dtype=torch.int64)
+        source = torch.tensor(list(source_slots), dtype=torch.int64, device=self.keys.device)
+        target = torch.tensor(list(target_slots), dtype=torch.int64, device=self.keys.device)
         for tensor in (self.keys, self.values):
             flat: Tensor = tensor.view(layers, num_blocks * block_size, kv_heads, head_dim)
             flat[:, target] = flat[:, source]

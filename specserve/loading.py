@@ -6,12 +6,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import torch
 
 from specserve.errors import ConfigError
-from specserve.models.config import parse_model_config
+from specserve.memory import MIB
+from specserve.models.config import ModelConfig, parse_model_config
 from specserve.models.decoder import Decoder
 from specserve.models.native import NativeDecoder
 from specserve.packed_weights import packed_weights
@@ -20,6 +22,7 @@ from specserve.weights import load_weights, read_config, resolve_model
 from specserve_drafts.head_files import TargetParts
 from specserve_kernels import (
     NATIVE,
+    TRITON,
     choose_backend,
     make_backend,
     native_library,
@@ -27,6 +30,9 @@ from specserve_kernels import (
 )
 from specserve_kernels.native_step import DTYPE_CODES
 from specserve_kernels.native_step import Dtype as NativeDtype
+
+if TYPE_CHECKING:
+    from specserve.gpu.decoder import TritonDecoder
 
 DTYPES = {
     "int8": torch.int8,
@@ -36,14 +42,17 @@ DTYPES = {
 }
 NATIVE_DTYPES: dict[str, NativeDtype] = {"int8": "int8", "bf16": "bf16", "fp32": "fp32"}
 
-AnyDecoder = Decoder | NativeDecoder
+AnyDecoder: TypeAlias = "Decoder | NativeDecoder | TritonDecoder"
 Say = Callable[[str], None]
 
 
 class LoadedModel(msgspec.Struct, frozen=True):
+    """uses_triton: the decoder is a TritonDecoder"""
+
     decoder: AnyDecoder
     tokenizer: Tokenizer
     path: Path
+    uses_triton: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -63,19 +72,24 @@ class LoadedModel(msgspec.Struct, frozen=True):
         )
 
 
-def load_model(name: str, dtype: str, backend: str, say: Say) -> LoadedModel:
-    """name: as --model; dtype: a key of DTYPES; backend: as --backend, checked before.
+def load_model(
+    name: str, dtype: str, backend: str, say: Say, *, device: str = "cpu"
+) -> LoadedModel:
+    """name: as --model; dtype: a key of DTYPES; backend, device: as the options, checked before.
 
     Says what is loaded and with which kernels. ModelError or ConfigError say what to change.
     """
     path = resolve_model(name, say)
-    chosen = _backend_for(dtype, backend)
+    chosen = _backend_for(dtype, backend, device)
     say(f"loading {name} from {path} as {dtype}, {_kernels(chosen, dtype)}")
-    if chosen != NATIVE and backend == "auto" and dtype in NATIVE_DTYPES:
+    if chosen == "cpu" and backend == "auto" and dtype in NATIVE_DTYPES:
         say(f"not with native kernels, torch is often slower: {why_not_native()}")
     config = parse_model_config(read_config(path))
     decoder: AnyDecoder
-    if chosen == NATIVE:
+    if chosen == TRITON:
+        decoder = _on_device(config, path, dtype, device)
+        say(f"weights on {device}: {decoder.weight_bytes() / MIB:.0f} MiB")
+    elif chosen == NATIVE:
         packed = packed_weights(path, config, NATIVE_DTYPES[dtype], say)
         decoder = NativeDecoder.from_packed(
             config, packed, NATIVE_DTYPES[dtype], torch.get_num_threads()
@@ -85,18 +99,21 @@ def load_model(name: str, dtype: str, backend: str, say: Say) -> LoadedModel:
         decoder = Decoder(config, weights, dtype=DTYPES[dtype], backend=kernels)
         sizes = ", ".join(map(str, decoder.call_sizes))
         say(f"GEMM call sizes that agree bit for bit here: {sizes}")
-    return LoadedModel(decoder, Tokenizer.load(path), path)
+    return LoadedModel(decoder, Tokenizer.load(path), path, chosen == TRITON)
 
 
-def choose_dtype(asked: str, backend: str = "auto") -> str:
+def choose_dtype(asked: str, backend: str = "auto", device: str = "cpu") -> str:
     """auto: the fastest that is safe here, a key of DTYPES.
 
-    int8 with native kernels, whose int8 products are vectorised; else bf16 where torch multiplies
-    it natively, else fp32 (emulated bf16 costs per row).
+    On a GPU bf16. int8 with native kernels, whose int8 products are vectorised; else bf16 where
+    torch multiplies it natively, else fp32 (emulated bf16 costs per row).
     """
     if asked != "auto":
         return asked
-    if choose_backend(backend) == NATIVE and native_products("int8") != "portable":
+    chosen = choose_backend(backend, device)
+    if chosen == TRITON:
+        return "bf16"
+    if chosen == NATIVE and native_products("int8") != "portable":
         return "int8"
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call] # torch's own
         return "fp32"
@@ -108,12 +125,13 @@ def native_products(dtype: str) -> str:
     return native_library.products(DTYPE_CODES[NATIVE_DTYPES[dtype]])
 
 
-def check_backend(name: str) -> None:
-    """ConfigError where --backend names nothing that runs here."""
+def check_backend(name: str, device: str = "cpu") -> None:
+    """ConfigError where --backend and --device name nothing that runs here."""
     try:
-        choose_backend(name)
+        choose_backend(name, device)
     except ValueError as error:
-        raise ConfigError(f"--backend: {error}") from error
+        flag = "--backend" if device == "cpu" else "--device cuda"
+        raise ConfigError(f"{flag}: {error}") from error
 
 
 def use_threads(asked: int) -> None:
@@ -128,8 +146,22 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _backend_for(dtype: str, backend: str) -> str:
-    chosen = choose_backend(backend)
+def _on_device(config: ModelConfig, path: Path, dtype: str, device: str) -> TritonDecoder:
+    from specserve.gpu.decoder import TritonDecoder  # needs triton
+
+    try:
+        return TritonDecoder(
+            config, load_weights(path), dtype=DTYPES[dtype], device=torch.device(device)
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the weights of {path} do not fit into the GPU's memory as {dtype} ({error}): choose "
+            "a smaller model, or free the GPU"
+        ) from error
+
+
+def _backend_for(dtype: str, backend: str, device: str) -> str:
+    chosen = choose_backend(backend, device)
     if chosen == NATIVE and dtype not in NATIVE_DTYPES:
         if backend == NATIVE:
             raise ConfigError(
@@ -141,4 +173,6 @@ def _backend_for(dtype: str, backend: str) -> str:
 
 
 def _kernels(backend: str, dtype: str) -> str:
+    if backend == TRITON:
+        return "Triton kernels"
     return f"native kernels ({native_products(dtype)})" if backend == NATIVE else f"torch {backend}"

@@ -30,8 +30,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     draft_dtype: Annotated[
         DType, _help("the same, for drafters that are models, and for eagle3 heads")
     ] = "auto"
+    device: Annotated[
+        Literal["cpu", "cuda"],
+        _help("where models run; cuda: on a GPU, with Triton kernels; heads stay on the CPU"),
+    ] = "cpu"
     backend: Annotated[
-        str, _help("kernels: auto, native, or torch with cpu or reference (slow, readable)")
+        str,
+        _help("kernels: auto, native, triton, or torch with cpu or reference (slow, readable)"),
     ] = "auto"
     threads: Annotated[int, _help("threads for tensor work; 0: one per core")] = 0
     drafters: Annotated[
@@ -73,9 +78,16 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: Annotated[int, _help("requests that may queue before new ones get 429")] = 1024
     block_size: Annotated[int, _help("token slots per KV block")] = 16
     memory_gb: Annotated[
-        float | None, _help("memory budget in GiB; default: half of this machine's")
+        float | None,
+        _help("memory budget in GiB; default: half of this machine's, or --gpu-memory-utilization"),
     ] = None
-    kv_cache_gb: Annotated[float, _help("upper limit of the KV pool in GiB")] = 1.0
+    gpu_memory_utilization: Annotated[
+        float, _help("the part of a GPU's memory that weights, steps and KV pool may fill")
+    ] = 0.9
+    kv_cache_gb: Annotated[
+        float | None,
+        _help("upper limit of the KV pool in GiB; default: 1 in main memory, none on a GPU"),
+    ] = None
     prefix_caching: Annotated[bool, _help("reuse the KV of shared prompt beginnings")] = True
 
 

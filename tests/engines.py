@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
 from typing import cast
@@ -19,6 +19,7 @@ from specserve.models.interface import CausalLM
 from specserve.runner import ModelRunner
 from specserve.speculation.speculator import Speculator
 from specserve.stream import merge
+from specserve.target import HostTarget, Target
 from specserve.tokenizer import Tokenizer
 from specserve.types import Request, SamplingParams, Speculation, TokenChunk
 from specserve_observability.recorder import StepFeed
@@ -111,6 +112,7 @@ async def serving(
     eos_ids: frozenset[int] = frozenset(),
     tokenizer: object | None = None,
     error: str | None = None,
+    make_target: Callable[..., Target] = HostTarget,
 ) -> AsyncIterator[Served]:
     """An engine that runs while the block does; afterwards nothing of it may be left.
 
@@ -119,14 +121,14 @@ async def serving(
     """
     known = dict(drafters or {})
     size = vocab_size or model.vocab_size
-    runner = ModelRunner(
+    target = make_target(
         model,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         vocab_size=size,
-        speculator=Speculator(known, vocab_size=size, sharpness=sharpness),
         hidden_size=model.config.hidden_size if isinstance(model, Decoder) else 0,
     )
+    runner = ModelRunner(target, Speculator(known, vocab_size=size, sharpness=sharpness))
     recorder = ListRecorder()
     engine = Engine(
         model_name="test",

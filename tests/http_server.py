@@ -20,6 +20,7 @@ from specserve.server.app import create_app, create_runner
 from specserve.server.state import ServerSettings
 from specserve.server.tracing import ServerTracer
 from specserve.speculation.speculator import Speculator
+from specserve.target import HostTarget
 from specserve.tokenizer import Tokenizer
 from tests.engines import ListRecorder
 from tests.raw_http import Reply, ask
@@ -153,11 +154,13 @@ def an_engine(
         model_name="test",
         config=config,
         runner=ModelRunner(
-            model,
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            vocab_size=VOCAB_SIZE,
-            speculator=Speculator(dict(drafters), vocab_size=VOCAB_SIZE),
+            HostTarget(
+                model,
+                num_blocks=config.num_blocks,
+                block_size=config.block_size,
+                vocab_size=VOCAB_SIZE,
+            ),
+            Speculator(dict(drafters), vocab_size=VOCAB_SIZE),
         ),
         tokenizer=tokenizer,
         limits=Limits.of(

@@ -30,7 +30,7 @@ tl = pytest.importorskip("triton.language")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-_WHY_NOT_CPU = (
+WHY_NOT_CPU = (
     f"the interpreter is repaired for triton {CHECKED_VERSION}x, this is {triton.__version__}"
     if not triton.__version__.startswith(CHECKED_VERSION)
     else None
@@ -49,7 +49,7 @@ ON_DEVICES = pytest.mark.parametrize(
     "device",
     [
         pytest.param(
-            "cpu", marks=pytest.mark.skipif(_WHY_NOT_CPU is not None, reason=str(_WHY_NOT_CPU))
+            "cpu", marks=pytest.mark.skipif(WHY_NOT_CPU is not None, reason=str(WHY_NOT_CPU))
         ),
         pytest.param(
             "cuda",
@@ -222,7 +222,7 @@ def _watched_launch(self: Any, *args: Any, **kwargs: Any) -> None:
     _watch.end()
 
 
-if INTERPRETING and _WHY_NOT_CPU is None:
+if INTERPRETING and WHY_NOT_CPU is None:
     interpreter._patch_lang = _PatchesOnce()
     interpreter.GridExecutor.__call__ = _watched_launch
     _Builder.create_masked_load, _Builder.create_masked_store = _watched_load, _watched_store

@@ -17,6 +17,7 @@ import torch
 from specserve.models.decoder import Decoder
 from specserve.runner import ModelRunner
 from specserve.speculation.speculator import Speculator
+from specserve.target import HostTarget
 from specserve.types import BatchPlan, Request, RowPlan
 from specserve_drafts.draft_model import DraftModelDrafter
 from tests.logit_rows import a_sampling_request
@@ -69,11 +70,8 @@ def decode(
         draft, vocab_size=V, num_blocks=NUM_BLOCKS, block_size=BLOCK, max_catch_up=16
     )
     runner = ModelRunner(
-        model,
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK,
-        vocab_size=V,
-        speculator=Speculator({name: drafter} if drafter else {}, vocab_size=V, sharpness=1.0),
+        HostTarget(model, num_blocks=NUM_BLOCKS, block_size=BLOCK, vocab_size=V),
+        Speculator({name: drafter} if drafter else {}, vocab_size=V, sharpness=1.0),
     )
     blocks = list(range(NUM_BLOCKS))
     random.Random(0).shuffle(blocks)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from specserve.drafting import Draft
 from specserve.noise import F64, Noise, Purpose, at_node, gumbel_of
-from specserve.runner import node_depths
+from specserve.packing import node_depths
 from specserve.sampler import choose, draft_choice, process_logits
 from specserve.sampler.rows import LogitsRow
 from specserve.types import Request, VerifyRule

@@ -1,29 +1,35 @@
 """Kernels behind one interface; imports torch only.
 
-`native`, compiled at install, runs whole decoder steps (`native_step`); the backends named in
-BACKENDS are attention and KV writes for the torch decoder. `auto` takes the fastest that this
-process can run; an explicit name never falls back.
+`native`, compiled at install, runs whole decoder steps (`native_step`); `triton` is the kernels of
+`triton_kernels`, for GPUs; the backends named in BACKENDS are attention and KV writes for the torch
+decoder. `auto` takes the fastest that this process can run; an explicit name never falls back.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+
+import torch
 
 from specserve_kernels import native_library
 from specserve_kernels.cpu import CpuBackend
 from specserve_kernels.interface import AttentionPlan, Backend, PagedBatch
 from specserve_kernels.native_step import DTYPE_CODES
 from specserve_kernels.reference import ReferenceBackend
+from specserve_kernels.triton_kernels import why_not_triton
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "reference": ReferenceBackend,
     "cpu": CpuBackend,
 }
 NATIVE = "native"
+TRITON = "triton"
 
 __all__ = [
     "BACKENDS",
     "NATIVE",
+    "TRITON",
     "AttentionPlan",
     "Backend",
     "PagedBatch",
@@ -33,20 +39,43 @@ __all__ = [
 ]
 
 
-def choose_backend(name: str = "auto") -> str:
-    """NATIVE or a key of BACKENDS: what `name` stands for in this process.
+def choose_backend(name: str = "auto", device: str = "cpu") -> str:
+    """NATIVE, TRITON or a key of BACKENDS: what `name` stands for in this process.
 
-    ValueError where there is no such name, or where native kernels are asked for and not there.
+    device: cpu or cuda
+    ValueError where there is no such name, or where kernels are asked for that cannot run here.
     """
-    if name not in ("auto", NATIVE, *BACKENDS):
+    if name not in ("auto", NATIVE, TRITON, *BACKENDS):
         raise ValueError(
-            f"backend {name!r} does not exist: choose auto, {NATIVE}, {', '.join(BACKENDS)}"
+            f"backend {name!r} does not exist: choose auto, {NATIVE}, {TRITON}, "
+            f"{', '.join(BACKENDS)}"
         )
+    if device == "cuda" and name not in ("auto", TRITON):
+        raise ValueError(f"backend {name!r} runs on CPUs: on a GPU choose auto or {TRITON}")
+    if device == "cuda" or name == TRITON:
+        if (reason := why_not_triton_on(device)) is not None:
+            raise ValueError(f"Triton kernels cannot run here: {reason}")
+        return TRITON
     if name == NATIVE and (reason := native_library.why_not()) is not None:
         raise ValueError(f"native kernels cannot run here: {reason}")
     if name != "auto":
         return name
     return "cpu" if why_not_native() else NATIVE
+
+
+def why_not_triton_on(device: str) -> str | None:
+    """Why Triton's kernels cannot run in this process on `device`; None where they can."""
+    if (reason := why_not_triton()) is not None:
+        return reason
+    is_interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    if device == "cuda":
+        if is_interpreting:
+            return "TRITON_INTERPRET=1 is set: kernels would be interpreted, unset it"
+        if not torch.cuda.is_available():
+            return f"torch {torch.__version__} sees no GPU on this machine"
+    elif not is_interpreting:
+        return "they are compiled for GPUs: choose --device cuda"
+    return None
 
 
 def why_not_native() -> str | None:

@@ -43,6 +43,7 @@ from specserve.runner import ModelRunner
 from specserve.speculation.costs import Profile, VerifyCosts
 from specserve.speculation.speculator import Speculator
 from specserve.stream import RequestStream
+from specserve.target import HostTarget
 from specserve.types import SamplingParams, Speculation
 from specserve_drafts import recorded
 from specserve_drafts.known import KnowingDrafter
@@ -243,11 +244,13 @@ class _Bed:
             model_name="bench",
             config=config,
             runner=ModelRunner(
-                loaded.decoder,
-                num_blocks=config.num_blocks,
-                block_size=config.block_size,
-                vocab_size=loaded.vocab_size,
-                speculator=speculator,
+                HostTarget(
+                    loaded.decoder,
+                    num_blocks=config.num_blocks,
+                    block_size=config.block_size,
+                    vocab_size=loaded.vocab_size,
+                ),
+                speculator,
             ),
             tokenizer=loaded.tokenizer,
             limits=Limits.of(

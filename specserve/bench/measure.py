@@ -27,6 +27,7 @@ from specserve.models.native import NativeDecoder
 from specserve.runner import ModelRunner
 from specserve.speculation.speculator import Speculator
 from specserve.stream import RequestStream
+from specserve.target import HostTarget
 from specserve.types import BatchPlan, Request, SamplingParams, StepResult
 from specserve_drafts.scripted import ScriptedDrafter
 from specserve_kernels.native_step import Phases
@@ -143,11 +144,13 @@ async def _measure(loaded: LoadedModel, floor: Floor, case: Case, num_steps: int
     drafters = {"scripted": ScriptedDrafter(arbitrary_guesses(case.num_guesses))}
     runner = _TimedRunner(
         ModelRunner(
-            loaded.decoder,
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            vocab_size=loaded.vocab_size,
-            speculator=Speculator(drafters, vocab_size=loaded.vocab_size),
+            HostTarget(
+                loaded.decoder,
+                num_blocks=config.num_blocks,
+                block_size=config.block_size,
+                vocab_size=loaded.vocab_size,
+            ),
+            Speculator(drafters, vocab_size=loaded.vocab_size),
         ),
         loaded.decoder,
         floor,

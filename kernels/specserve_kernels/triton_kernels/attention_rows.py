@@ -17,6 +17,7 @@ from specserve_kernels.interface import PagedBatch
 
 # From so many programs on a GPU is full without cutting contexts into splits.
 _ENOUGH_PROGRAMS = 512
+_MOST_PARTS = 2**26  # fp32 numbers of partial sums, 256 MiB
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,12 @@ class AttentionRows:
     sizes: TileSizes
 
 
+def folds(num_tiles: int, num_kv_heads: int, num_parts: int = 0) -> bool:
+    """Whether a tile's splits are one program's work: where there are enough programs without, or
+    too many partial sums (num_parts: splits * T * N * H)."""
+    return num_tiles * num_kv_heads >= _ENOUGH_PROGRAMS or num_parts > _MOST_PARTS
+
+
 def padded_group(num_heads: int, num_kv_heads: int) -> int:
     """Query heads per KV head, N / G, as the next power of two."""
     group: int = 1 << (num_heads // num_kv_heads - 1).bit_length()
@@ -99,7 +106,7 @@ def attention_rows(
         paths=_rectangle(tuple(paths)).to(device) if has_tree else None,
         block_size=batch.block_size,
         num_splits=-(-longest // sizes.split),
-        fold=len(tiles) * num_kv_heads >= _ENOUGH_PROGRAMS,
+        fold=folds(len(tiles), num_kv_heads),
         sizes=sizes,
     )
 

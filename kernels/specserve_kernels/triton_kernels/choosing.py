@@ -52,9 +52,14 @@ class Chooser:
             num_rows, vocab_size, device, tile=tile, num_slots=num_slots
         )
         self.choices = empty_choices(num_rows, device)
+        self._room = num_rows, num_edits
+
+    def holds(self, num_rows: int, num_edits: int) -> bool:
+        """Whether so many rows and edits of them have room."""
+        return num_rows <= self._room[0] and num_edits <= self._room[1]
 
     def choose(self, logits: Tensor, rows: Rows, wanted: Edits, *, purpose: int = 0) -> Choices:
-        """[num_rows, >= vocab_size] -> a token per row, in this object's own buffer.
+        """[L, >= vocab_size] -> a token per row, in this object's own buffer; at most num_rows.
 
         Tokens with an edit are left -inf in `logits`; `restore` undoes that.
         """

@@ -1,0 +1,53 @@
+"""From a loaded model to the Target that runs its steps, and what that takes of a GPU's memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from specserve.config import EngineConfig
+from specserve.gpu.device_memory import peak_while
+from specserve.loading import LoadedModel
+from specserve.target import HostTarget, Target
+
+if TYPE_CHECKING:
+    from specserve.gpu.decoder import TritonDecoder
+    from specserve.gpu.target import DeviceTarget
+
+
+def make_target(config: EngineConfig, loaded: LoadedModel) -> Target:
+    """With a KV pool of config.num_blocks; ConfigError where a GPU has no room for it."""
+    if loaded.uses_triton:
+        return _device_target(config, loaded)
+    return HostTarget(
+        loaded.decoder,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        vocab_size=loaded.vocab_size,
+        hidden_size=loaded.decoder.config.hidden_size,
+    )
+
+
+def measure_steps(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Bytes of a GPU that the largest steps take beside the pool, sampling and graphs included.
+
+    config: num_blocks is how many the measurement itself makes, at least 1
+    """
+
+    def work() -> None:
+        _device_target(config, loaded).run_largest(config.max_num_batched_tokens)
+
+    return peak_while(work)
+
+
+def _device_target(config: EngineConfig, loaded: LoadedModel) -> DeviceTarget:
+    from specserve.gpu.target import DeviceTarget  # needs triton
+
+    return DeviceTarget(
+        cast("TritonDecoder", loaded.decoder),
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        vocab_size=loaded.vocab_size,
+        max_sequences=config.max_num_seqs,
+        max_guesses=config.max_draft_tokens,
+        max_model_len=config.max_model_len,
+    )
