@@ -93,6 +93,16 @@ def is_chain(draft: Draft) -> bool:
     return draft.parents == _chain_parents(len(draft.parents))
 
 
+def num_levels(draft: Draft) -> int:
+    """Levels of guesses."""
+    if is_chain(draft):
+        return len(draft.token_ids)
+    depths: list[int] = []
+    for parent in draft.parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return max(depths)
+
+
 def leading(draft: Draft, num_nodes: int) -> Draft:
     """Its first nodes: parents come before children, so they are a draft, too."""
     if num_nodes >= len(draft.token_ids):

@@ -261,6 +261,32 @@ def test_the_engine_guesses_natively_and_its_text_stays_what_it_was(
                 assert all(spent(own) > 0 for own in output)
 
 
+def test_what_auto_calls_late_knows_the_prompt_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States of a prompt are gone once its step is over: whoever may guess later must keep them."""
+    target = a_target(tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    head = BUILD["eagle3"](tmp_path / "head", config["hidden_size"], config["vocab_size"], 2)
+    gaps: list[bool] = []
+    propose = Eagle3Drafter.propose
+
+    def watched(self: Eagle3Drafter, rows: Seq[DraftRow]) -> list[Draft]:
+        drafts = propose(self, rows)
+        gaps.extend(self._tracks[row.seq_id].has_gap for row in rows if row.max_tokens)
+        return drafts
+
+    monkeypatch.setattr(Eagle3Drafter, "propose", watched)
+    with LLM(
+        str(target), drafters=f"eagle3:{head}", dtype="int8", backend="native", kv_cache_gb=0.01
+    ) as llm:
+        for idx in range(8):
+            params = SamplingParams(temperature=0.9, seed=idx, max_tokens=24, ignore_eos=True)
+            llm.generate(f"w{idx} " + "w5 w6 w7 " * 30, params)
+    assert gaps
+    assert not any(gaps)
+
+
 def spent(output: RequestOutput) -> int:
     """Guesses that were verified for it."""
     stats = output.outputs[0].speculation

@@ -85,6 +85,7 @@ def test_what_is_not_seen_any_more_is_believed_less_and_less() -> None:
 
 def test_a_draft_costs_by_steps_and_rows_and_what_was_not_seen_follows_the_nearest() -> None:
     costs = DraftCosts()
+    costs.observe(4, 4, 400, 0.048)  # reads 400 tokens first: not the price of a draft
     assert costs.seconds(4, 4) == 0.0
     for _ in range(5):
         costs.observe(4, 4, 0, 0.008)
@@ -92,7 +93,7 @@ def test_a_draft_costs_by_steps_and_rows_and_what_was_not_seen_follows_the_neare
     assert costs.seconds(4, 3) == pytest.approx(0.006)
     assert 0.001 < costs.seconds(4, 1) < 0.004
     assert costs.seconds(32, 4) > costs.seconds(4, 4)
-    costs.observe(4, 4, 400, 0.048)  # reads 400 tokens first: not the price of a draft
+    costs.observe(4, 4, 400, 0.048)
     assert costs.seconds(4, 4) == pytest.approx(0.008)
     assert costs.per_catch_up == pytest.approx(0.0001)
 

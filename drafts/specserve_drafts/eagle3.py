@@ -19,7 +19,7 @@ from specserve_drafts.eagle3_files import Eagle3Config
 from specserve_drafts.eagle3_head import load_eagle3_head
 from specserve_drafts.eagle3_model import Eagle3Layer
 from specserve_drafts.eagle3_native import NativeEagle3, NativeEagle3Weights
-from specserve_drafts.eagle3_states import Track, begin
+from specserve_drafts.eagle3_states import MAX_BUFFERED, MAX_BUFFERED_BYTES, Track, begin
 from specserve_drafts.eagle3_torch import TorchEagle3
 from specserve_drafts.eagle3_work import Compute, Work
 from specserve_drafts.head_files import need_parts
@@ -46,6 +46,8 @@ class Eagle3Drafter:
         self._compute = compute
         self._block_size = block_size
         self._max_catch_up = max_catch_up
+        position_bytes = len(config.hidden_layers) * config.target_hidden_size * 4
+        self._most_buffered = MAX_BUFFERED_BYTES // position_bytes  # positions of all sequences
         self._max_positions = config.layer.max_position_embeddings
         self._tracks: dict[int, Track] = {}
 
@@ -53,12 +55,15 @@ class Eagle3Drafter:
 
     def observe(self, outcomes: Seq[Outcome]) -> None:
         dtype = self._compute.dtype
+        room = self._most_buffered - sum(track.num_buffered for track in self._tracks.values())
         for outcome in outcomes:
             track = self._tracks.get(outcome.seq_id)
             # A state at the last position is of no use: its slot would be one too far.
             if track is None or outcome.hidden is None or outcome.start >= self._max_positions:
                 continue
-            track.see(outcome.start, outcome.hidden.to(dtype))
+            before = track.num_buffered
+            track.see(outcome.start, outcome.hidden.to(dtype), min(MAX_BUFFERED, before + room))
+            room += before - track.num_buffered
 
     def forget(self, seq_id: int) -> None:
         self._tracks.pop(seq_id, None)

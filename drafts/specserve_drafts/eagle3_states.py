@@ -13,12 +13,14 @@ guesses get better as text grows; the other choice, none at all, would be worse.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
 MAX_BUFFERED = 4096  # positions per sequence; a drafter that is not asked for that long has a gap
+MAX_BUFFERED_BYTES = 1 << 28  # of all sequences
 
 
 class State(NamedTuple):
@@ -45,11 +47,8 @@ class Track:
     has_gap: bool = False
     carry: State | None = None
     last: State | None = None
-    _chunks: list[Tensor] = field(default_factory=list)  # [m, A, D] each, in order
-
-    @property
-    def num_buffered(self) -> int:
-        return sum(len(chunk) for chunk in self._chunks)
+    num_buffered: int = 0  # positions
+    _chunks: deque[Tensor] = field(default_factory=deque)  # [m, A, D] each, in order
 
     @property
     def num_ready(self) -> int:
@@ -61,21 +60,25 @@ class Track:
         """Position of the first state that is not known here."""
         return self.end - 1 + self.num_ready
 
-    def see(self, start: int, hidden: Tensor) -> None:
+    def see(self, start: int, hidden: Tensor, most: int = MAX_BUFFERED) -> None:
         """hidden [m, A, D]: the target's states at positions start, start + 1, ..., to be kept.
+
+        most: positions that the buffer may hold before; with more it begins anew
 
         Nobody writes to them any more; they may be a part of a whole step's.
         """
         if start < self.next_state:
             hidden = hidden[self.next_state - start :]
-        elif start > self.next_state or self.num_buffered > MAX_BUFFERED:
+        elif start > self.next_state or self.num_buffered > most:
             self.lose(start)
         if len(hidden):
             self._chunks.append(hidden)
+            self.num_buffered += len(hidden)
 
     def lose(self, start: int) -> None:
         """States before `start` will never come: begin anew behind the gap."""
         self._chunks.clear()
+        self.num_buffered = 0
         self.carry = self.last = None
         self.base = self.end = start + 1
         self.has_gap = True
@@ -83,13 +86,14 @@ class Track:
     def take(self, num_states: int) -> list[Tensor]:
         """The oldest of the buffer: [m, A, D] each, num_states in all."""
         taken = []
+        self.num_buffered -= num_states
         while num_states:
             chunk = self._chunks[0]
             if len(chunk) > num_states:
                 self._chunks[0] = chunk[num_states:]
                 chunk = chunk[:num_states]
             else:
-                self._chunks.pop(0)
+                self._chunks.popleft()
             taken.append(chunk)
             num_states -= len(chunk)
         return taken

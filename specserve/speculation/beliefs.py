@@ -12,6 +12,7 @@ from specserve.speculation.costs import DraftCosts, Profile, RobustMean, VerifyC
 from specserve.speculation.offers import AutoRow
 from specserve.speculation.sharpness import Sharpness
 from specserve.speculation.survival import MARGINAL, NUM_SHAPES, Habit, Judged, Survival
+from specserve.types import RowPlan
 
 _FIRST_GAIN: Final = 0.5  # accepted guesses per call, before anything is known
 _FOLLOW: Final = 0.2
@@ -25,9 +26,10 @@ class Track:
     gain:     guesses that were worth something, per call, lately
     asked_at: step of the last call, -1: none; ask_at: step before which it is not asked
     empty:    calls in a row that brought no guess
+    num_read: known tokens when it last guessed: it had read all that it can
     """
 
-    __slots__ = ("ask_at", "asked_at", "empty", "gain", "habit")
+    __slots__ = ("ask_at", "asked_at", "empty", "gain", "habit", "num_read")
 
     def __init__(self, gain: float) -> None:
         """gain: what calls for other requests were worth"""
@@ -36,6 +38,7 @@ class Track:
         self.asked_at = -1
         self.ask_at = 0
         self.empty = 0
+        self.num_read = 0
 
 
 class Beliefs:
@@ -62,6 +65,15 @@ class Beliefs:
         if track is None:
             track = tracks[seq_id] = Track(self._gain[name])
         return track
+
+    def num_unread(self, row: RowPlan, name: str) -> int:
+        """Known tokens that a drafter would read before it guesses, the last one left out.
+
+        Its KV alone does not tell: behind a gap, on a prefix hit that it has no part in, it is
+        never valid although all has been read.
+        """
+        num_read = max(row.draft_kv_lens.get(name, 0), self.track(row.seq_id, name).num_read)
+        return max(0, row.start + row.num_tokens - num_read - 1)
 
     def note_gains(
         self, rows: Iterable[AutoRow], chosen: Mapping[int, Seq[int]], share: float

@@ -373,12 +373,12 @@ class Controller:
     def _reading(self, name: str, row: AutoRow) -> float:
         """Seconds to read the text first, spread over the steps that will profit."""
         plan = row.plan
-        behind = plan.start - plan.draft_kv_lens.get(name, 0)
-        if behind <= 1 or not self._is_model[name]:
+        unread = self._beliefs.num_unread(plan, name) if self._is_model[name] else 0
+        if unread <= 1:
             return 0.0
         remaining = plan.request.max_tokens - (len(plan.history) - len(plan.request.prompt_ids))
         per_token = self._beliefs.draft_costs[name].per_catch_up
-        return behind * per_token / max(1, min(_AMORTISE, remaining))
+        return unread * per_token / max(1, min(_AMORTISE, remaining))
 
     def _trial(self, names: Seq[str], rows: Seq[AutoRow]) -> Call | None:
         """A short draft for those that were not tried for long, if the allowance lasts."""

@@ -209,12 +209,17 @@ class DraftCosts:
         return best
 
     def observe(self, num_rows: int, num_steps: int, num_catch_up: int, seconds: float) -> None:
-        """num_catch_up: tokens read beyond the one per row that every call reads."""
+        """num_catch_up: tokens read beyond the one per row that every call reads.
+
+        A call that reads a prompt tells nothing of the price of a draft, and until that is known
+        nothing of the price of reading.
+        """
         row_class = _class_of(self._ROWS, num_rows)
         step_class = _class_of(self._STEPS, num_steps)
-        if num_catch_up > _READING * num_rows and self._cells:
-            rest = max(0.0, seconds - self.seconds(num_rows, num_steps))
-            self._per_catch_up.add(rest / num_catch_up)
+        if num_catch_up > _READING * num_rows:
+            if self._cells:
+                rest = max(0.0, seconds - self.seconds(num_rows, num_steps))
+                self._per_catch_up.add(rest / num_catch_up)
             return
         cell = self._cells.get((row_class, step_class))
         if cell is None:

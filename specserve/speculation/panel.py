@@ -58,6 +58,13 @@ class Panel:
         wanted = {layer for drafter in self._drafters.values() for layer in drafter.hidden_layers}
         return tuple(sorted(wanted))
 
+    @property
+    def readers_of_states(self) -> tuple[str, ...]:
+        """Drafters that make KV of the target's states: each state must be seen once."""
+        return tuple(
+            name for name, own in self._drafters.items() if own.keeps_kv and own.hidden_layers
+        )
+
     def keeps_kv(self, name: str) -> bool:
         return self._drafters[name].keeps_kv
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from specserve.drafting import NO_DRAFT, Draft, Drafter, DraftRow, is_chain, pruned
+from specserve.drafting import NO_DRAFT, Draft, Drafter, num_levels, pruned
 from specserve.speculation.beliefs import Beliefs
 from specserve.speculation.chosen import (
     ChosenDraft,
@@ -99,6 +99,7 @@ class Speculator:
         self._step_idx = 0
         self._facts = StepFacts(0, 0, 0.0, 0.0, 0.0)
         self._proposed: dict[int, list[_Proposed]] = {}  # by seq_id
+        self._met: set[int] = set()  # seq_ids of "auto" rows
         self._draft_seconds = 0.0
         self._paid_seconds = 0.0
         self._paid_name = ""
@@ -126,15 +127,19 @@ class Speculator:
         self._begin(rows)
         chosen = [no_draft(row) for row in rows]
         self._facts = facts_of(rows)
-        auto: list[AutoRow] = []
+        auto, new = list[AutoRow](), list[RowPlan]()
         by_name: set[str] = set()
         for idx, row in enumerate(rows):
             name = row.request.drafter
             if name == "auto":
+                if row.seq_id not in self._met:
+                    new.append(row)
                 if row.max_draft_tokens > 0:
                     auto.append(AutoRow(idx, row))
             elif name != "none":
                 by_name.add(name)
+        if new:
+            self._meet(new)
         if by_name:
             self._draft_by_name(by_name, rows, chosen)
         if auto:
@@ -162,6 +167,21 @@ class Speculator:
         self._proposed = {}
         self._panel.begin(self._step_idx)
         self._draft_seconds = self._paid_seconds = 0.0
+
+    def _meet(self, rows: Seq[RowPlan]) -> None:
+        """Tell drafters of texts that they may have to guess later: the target's states of a prompt
+        are gone once its step is over. A call for no guess, which reads nothing yet."""
+        self._met.update(row.seq_id for row in rows)
+        started = self._clock()
+        for name in self._panel.readers_of_states:
+            asked = [
+                draft_row(row, name, 0, 1, 1.0)
+                for row in rows
+                if row.request.max_draft_tokens and self._panel.serves(name, row.request)
+            ]
+            if asked:
+                self._panel.propose(name, asked)
+        self._draft_seconds += self._clock() - started
 
     def _draft_by_name(
         self, names: set[str], rows: Seq[RowPlan], chosen: list[ChosenDraft]
@@ -290,6 +310,9 @@ class Speculator:
             draft_row(rows[idx], name, num_guesses, width, beta)
             for (idx, num_guesses), beta in zip(asked, betas, strict=True)
         ]
+        num_unread = 0
+        if self._is_model[name]:
+            num_unread = sum(self.beliefs.num_unread(rows[idx], name) for idx, _ in asked)
         started = self._clock()
         proposals = self._panel.propose(name, draft_rows)
         seconds = self._clock() - started
@@ -307,25 +330,31 @@ class Speculator:
                 continue
             teaches = False
             if self._is_model[name]:
-                num_steps = max(num_steps, _depth(draft))
+                num_steps = max(num_steps, num_levels(draft))
+                self.beliefs.track(row.seq_id, name).num_read = row.start + row.num_tokens
                 teaches = row.request.verify == "replay" and row.request.params.temperature > 0
             proposed = _Proposed(name, judged, width, beta if teaches else 0.0)
             self._proposed.setdefault(row.seq_id, []).append(proposed)
-        self._learn_cost(name, draft_rows, width, num_steps, seconds)
+        self._learn_cost(name, len(asked), num_unread, width, num_steps, seconds)
         return answers
 
     def _learn_cost(
-        self, name: str, rows: Seq[DraftRow], width: int, num_steps: int, seconds: float
+        self,
+        name: str,
+        num_rows: int,
+        num_unread: int,
+        width: int,
+        num_steps: int,
+        seconds: float,
     ) -> None:
-        """num_steps: levels of the deepest draft"""
+        """num_unread: known tokens read before; num_steps: levels of the deepest draft"""
         costs = self.beliefs.draft_costs[name]
         if name in self._panel.failed or not self._panel.may_play(name):
             return
         if not self._is_model[name]:
-            costs.observe(len(rows), 1, 0, seconds)
+            costs.observe(num_rows, 1, 0, seconds)
         elif num_steps:
-            reading = sum(max(0, row.num_known - row.kv_len - 1) for row in rows)
-            costs.observe(len(rows), num_steps, reading, seconds)
+            costs.observe(num_rows, num_steps, num_unread, seconds)
             if width > 1:
                 self.beliefs.tree_depth[name][1 if width == 2 else 2].add(num_steps)
 
@@ -364,14 +393,5 @@ class Speculator:
         """These sequences ended or were preempted; `ended`: those that will not come back."""
         for seq_id in seq_ids:
             self.beliefs.forget(seq_id)
+            self._met.discard(seq_id)
         self._panel.forget(seq_ids, ended)
-
-
-def _depth(draft: Draft) -> int:
-    """Levels of guesses."""
-    if is_chain(draft):
-        return len(draft.token_ids)
-    depths: list[int] = []
-    for parent in draft.parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths)
