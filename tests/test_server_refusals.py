@@ -13,7 +13,7 @@ from specserve.config import EngineConfig
 from specserve.server.state import ServerSettings
 from specserve.server.wire import ChatBody, CompletionBody
 from tests.http_server import CONFIG, Pace, Server, a_server
-from tests.raw_http import Reply, connect
+from tests.raw_http import Reply, ask, connect
 from tests.scripted import VOCAB_SIZE, says
 
 pytestmark = pytest.mark.timeout(60)
@@ -410,4 +410,14 @@ async def test_an_expectation_nobody_knows_is_refused_in_the_shape_of_every_erro
                 assert await connection.read_head() == (100, {})
                 assert (await connection.read_reply()).status == 200
         check_refusal(await connection.read_reply(), None, status=417)
+        await still_works(server)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/nowhere"), ("GET", "/v1/completions"), ("DELETE", "/health")]
+)
+async def test_so_it_is_where_no_route_is(method: str, path: str) -> None:
+    async with a_server(says("hello")) as server:
+        reply = await ask(server.port, method, path, headers={"expect": "magic"})
+        assert (reply.status, reply.error["code"]) == (417, "expectation_failed")
         await still_works(server)

@@ -130,6 +130,14 @@ def engine_dead(reason: str) -> RequestError:
     )
 
 
+def unknown_expectation() -> RequestError:
+    return RequestError(
+        "the header Expect can only be 100-continue: leave it out",
+        code="expectation_failed",
+        status=417,
+    )
+
+
 def public_error(error: RequestError | EngineError) -> RequestError:
     """What a client is told. A fault of ours may quote a cause, which is scrubbed."""
     if isinstance(error, EngineError):

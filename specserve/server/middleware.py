@@ -98,11 +98,7 @@ def _slot(request: web.Request, key_idx: int | None) -> AbstractContextManager[N
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         if "expect" in request.headers and not _expects_continue(request):
-            raise RequestError(
-                "the header Expect can only be 100-continue: leave it out",
-                code="expectation_failed",
-                status=417,
-            )
+            raise errors.unknown_expectation()
         cors = request.app[STATE].settings.cors
         if cors.is_preflight(request):
             return cors.preflight(request)

@@ -138,8 +138,14 @@ def _too_many_connections(limit: int) -> bytes:
 
 class _Server(web.Server):
     def __init__(self, app_server: web.Server, settings: ServerSettings) -> None:
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            try:
+                return await app_server.request_handler(request)
+            except web.HTTPExpectationFailed:  # where no route matched, before any middleware
+                return errors.error_response(errors.unknown_expectation())
+
         super().__init__(
-            app_server.request_handler,
+            handle,
             request_factory=app_server.request_factory,
             # A client that leaves cancels its handler, which closes its streams.
             handler_cancellation=True,
