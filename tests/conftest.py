@@ -14,11 +14,12 @@ spin_briefly()
 # Helpers assert too; rewritten asserts also hold under `python -O`.
 pytest.register_assert_rewrite(
     *(f"tests.{name}" for name in ("build", "engines", "http_server", "otlp_receiver")),
-    *(f"tests.{name}" for name in ("raw_http", "server_process", "trace_reading")),
+    *(f"tests.{name}" for name in ("raw_http", "server_process", "trace_reading", "ways")),
 )
 
 from specserve.demo import pull_demo  # noqa: E402 (after the registration above)
 from specserve.errors import ModelError  # noqa: E402
+from tests.ways import WAYS, Way  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,3 +35,10 @@ def demo_model_dir() -> Path:
         return pull_demo()
     except ModelError as error:
         pytest.skip(f"the demo model cannot be had: {error}")
+
+
+@pytest.fixture(params=WAYS, ids=str)
+def way(request: pytest.FixtureRequest) -> Way:
+    """How a request is asked: each of {nobody, oracle, anti, ngram} guesses, streamed and not."""
+    chosen: Way = request.param
+    return chosen

@@ -99,17 +99,19 @@ async def a_server(
     template: str = TEMPLATE,
     dies: bool = False,
     drafters: Mapping[str, Drafter] | None = None,
+    model: CausalLM | None = None,
 ) -> AsyncIterator[Server]:
     """Afterwards no request, no block and no asyncio task may be left.
 
     send_buffer: bytes the kernel may hold for a client that does not read
     dies:        the engine is meant to be dead at the end
     drafters:    by name; None: those that know the script
+    model:       in place of the scripted one; VOCAB_SIZE tokens
     """
     before = asyncio.all_tasks()
     recorder = ListRecorder()
     engine = an_engine(
-        ScriptedModel(script, on_forward),
+        ScriptedModel(script, on_forward) if model is None else model,
         config,
         recorder,
         byte_tokenizer(template),

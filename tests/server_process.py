@@ -70,6 +70,11 @@ class ServerProcess(msgspec.Struct):
         return self.log_path.read_text()
 
     @property
+    def trace(self) -> str:
+        """Of a server that has ended."""
+        return self.log_path.with_name("trace.jsonl").read_text()
+
+    @property
     def rss(self) -> int:
         """Bytes."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
@@ -123,9 +128,13 @@ LIVE = (
 def a_server_process(
     folder: Path, *, slow_every: int = 0, fail_every: int = 0
 ) -> Iterator[ServerProcess]:
-    """slow_every, fail_every: each so many steps one takes 50 ms, and a guesser fails; 0: none"""
+    """slow_every, fail_every: each so many steps one takes 50 ms, and a guesser fails; 0: none
+
+    folder: gets the log and the trace file
+    """
     log_path = folder / "server.log"
-    command = [sys.executable, "-m", "tests.server_process", f"{slow_every}", f"{fail_every}"]
+    command = [sys.executable, "-m", "tests.server_process", str(folder)]
+    command += [f"{slow_every}", f"{fail_every}"]
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
@@ -181,7 +190,7 @@ def slow_steps(every: int) -> Callable[[], None]:
     return on_forward
 
 
-def main(slow_every: int, fail_every: int) -> int:
+def main(folder: str, slow_every: int, fail_every: int) -> int:
     def build_engine(options: ServeOptions, *, recorder: Recorder, **_: object) -> Built:
         model = ScriptedModel(script, slow_steps(slow_every))
         drafters = make_drafters(fail_every)
@@ -209,7 +218,13 @@ def main(slow_every: int, fail_every: int) -> int:
     serve.build_engine = build_engine  # type: ignore[assignment]
     serve.create_app = create_app  # type: ignore[assignment]
     return serve.serve(
-        ServeOptions(model="test", port=0, drafters="oracle,anti,ngram", drain_seconds=20)
+        ServeOptions(
+            model="test",
+            port=0,
+            drafters="oracle,anti,ngram",
+            drain_seconds=20,
+            trace_file=f"{folder}/trace.jsonl",
+        )
     )
 
 
@@ -219,4 +234,4 @@ async def _tasks(request: web.Request) -> web.Response:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*(int(argument) for argument in sys.argv[1:])))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
