@@ -34,3 +34,7 @@ class ModelError(SpecserveError):
 
 class EngineError(SpecserveError):
     """The engine failed while this request was running."""
+
+
+class ConstraintError(EngineError):
+    """A request's constraint takes more work than it may: the request asked for too much."""

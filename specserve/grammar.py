@@ -21,7 +21,7 @@ import llguidance
 import numpy as np
 
 from specserve.constraint import Behind, Constraint, GrammarSpec
-from specserve.errors import EngineError, RequestError
+from specserve.errors import ConstraintError, EngineError, RequestError
 from specserve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -196,7 +196,8 @@ class GrammarConstraint:
                 self._renew()
                 found = self._matcher.compute_bitmask()
             if self._matcher.is_error():
-                raise EngineError(f"the grammar became too much work: {self._matcher.get_error()}")
+                why = self._matcher.get_error()
+                raise ConstraintError(f"the grammar became too much work: {why}")
             self._masks[len(self._path)] = found
         return found
 

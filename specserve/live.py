@@ -164,6 +164,7 @@ class LiveRequest:
                 finished=now,
             ),
             error=error,
+            unfollowable=result is not None and result.unfollowable,
         )
 
     def record(

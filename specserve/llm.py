@@ -23,7 +23,7 @@ from specserve.bad_words import bad_word_ids
 from specserve.chat_template import render_chat
 from specserve.compose import build_engine
 from specserve.constraint import GrammarSpec
-from specserve.errors import ConfigError, EngineError
+from specserve.errors import ConfigError, EngineError, RequestError
 from specserve.grammar import Grammars
 from specserve.options import EngineOptions
 from specserve.stream import merge
@@ -230,6 +230,8 @@ class LLM:
                 finally:
                     stream.close()  # when another failed or the caller gave up
             assert whole is not None
+            if whole.unfollowable:
+                raise RequestError(whole.error or "", code="unfollowable")
             if whole.error is not None:
                 raise EngineError(whole.error)
             return whole

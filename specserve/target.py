@@ -35,7 +35,7 @@ class Judged(msgspec.Struct, frozen=True):
 
     verdict: Verdict | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    error: str | None = None
+    error: RowError | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
@@ -115,7 +115,7 @@ class HostTarget:
                 found = self._judge(row, draft, mine, lone.get(idx))
                 judged.append(with_prompt(row, found, read, vocab_size=self.vocab_size))
             except RowError as error:  # this row's own fault: its request fails alone
-                judged.append(Judged(error=str(error)))
+                judged.append(Judged(error=error))
         return TargetResult(judged, states, forward_end)
 
     def _new_states(self, num_tokens: int, num_layers: int) -> Tensor | None:

@@ -194,6 +194,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     no_draft_reason: str = ""  # why K = 0 although speculation was asked for
     guesses: Guesses | None = None  # of requests with_steps that sampled
     error: str | None = None
+    unfollowable: bool = False  # the error is what was asked for, no failure of the engine
 
 
 class StepTimings(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,3 +263,4 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     times: RequestTimes | None = None
     steps: tuple[StepTrace, ...] = ()  # of requests with_steps; their tokens are token_ids
     error: str | None = None
+    unfollowable: bool = False  # as RowResult's

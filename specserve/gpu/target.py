@@ -277,7 +277,7 @@ class DeviceTarget:
                 if read is not None:
                     found = with_prompt(row, found, read, vocab_size=self.vocab_size)
             except RowError as error:  # this row's own fault: its request fails alone
-                found = Judged(error=str(error))
+                found = Judged(error=error)
             judged.append(found)
             first += count
             scored += row.num_scored

@@ -13,6 +13,7 @@ from specserve.sampler.pipeline import process_logits, process_row
 from specserve.sampler.rows import (
     LogitsRow,
     RowError,
+    UnfollowableError,
     as_rows,
     edited,
     needs_edits,
@@ -23,6 +24,7 @@ __all__ = [
     "LogitsRow",
     "Proposal",
     "RowError",
+    "UnfollowableError",
     "as_rows",
     "choose",
     "choose_row",

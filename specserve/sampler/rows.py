@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.errors import EngineError
+from specserve.errors import ConstraintError, EngineError
 from specserve.noise import Floats
 from specserve.types import Request
 from specserve_kernels import native_sampler
@@ -26,6 +26,10 @@ GREEDY_BELOW = 1e-5
 
 class RowError(EngineError):
     """One row cannot choose a token; its request fails alone, with this message."""
+
+
+class UnfollowableError(RowError):
+    """It cannot because of what its request asks for: no failure of the model or of this server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class LogitsRow:
             return None
         try:
             return constraint.mask(self.history, len(self.request.prompt_ids), self.draft_prefix)
+        except ConstraintError as error:
+            raise UnfollowableError(str(error)) from error
         except EngineError as error:
             raise RowError(str(error)) from error
 
@@ -202,7 +208,7 @@ def best_logit(logits: Floats, row: LogitsRow) -> tuple[int, float]:
 def check_best(value: float, row: LogitsRow) -> None:
     """Raises RowError if nothing can be chosen from a row whose largest logit is `value`."""
     if value == -math.inf:
-        raise RowError(
+        raise UnfollowableError(
             f"every token is masked at position {row.position}: logit_bias, min_tokens, "
             "allowed_token_ids, bad_words and the grammar leave nothing to choose from; lower "
             "min_tokens or ban fewer tokens"

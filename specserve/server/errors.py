@@ -108,6 +108,11 @@ def engine_failure(reason: str) -> RequestError:
     )
 
 
+def unfollowable(reason: str) -> RequestError:
+    """Told while the reply is made, for that shows it; asked again, it would be the same."""
+    return RequestError(f"this request asks for what cannot be: {reason}", code="unfollowable")
+
+
 def stopping() -> RequestError:
     return RequestError(
         "the server is shutting down and takes no new requests: retry elsewhere or later",

@@ -88,7 +88,7 @@ class ChunkSource:
     async def next(self, idle_seconds: float | None = None) -> list[tuple[int, TokenChunk]]:
         """What has arrived, at least one (stream index, chunk); empty after idle_seconds without.
 
-        RequestError (500, 503) as soon as any stream ends otherwise than by stop or length.
+        RequestError (400, 500, 503) as soon as any stream ends otherwise than by stop or length.
         """
         try:
             async with asyncio.timeout(idle_seconds):
@@ -103,6 +103,8 @@ class ChunkSource:
 def _usable(chunk: TokenChunk | None) -> TokenChunk:
     if chunk is None:
         raise errors.engine_failure("the stream ended without a finish reason")
+    if chunk.unfollowable:
+        raise errors.unfollowable(chunk.error or "no reason given")
     if chunk.finish_reason == "error":
         raise errors.engine_failure(chunk.error or "no reason given")
     if chunk.finish_reason == "abort":
