@@ -17,7 +17,6 @@ from torch import Tensor
 
 from specserve.drafting import Draft, Outcome
 from specserve.packing import pack
-from specserve.sampler import UnfollowableError
 from specserve.speculation.chosen import ChosenDraft, Learned, kv_lens_after
 from specserve.speculation.speculator import Speculator
 from specserve.target import Judged, Target
@@ -88,9 +87,8 @@ class _Verified(msgspec.Struct, frozen=True):
 
 def _verified(row: RowPlan, chosen: ChosenDraft, judged: Judged) -> _Verified:
     if judged.error is not None:
-        by_request = isinstance(judged.error, UnfollowableError)
         return _Verified(
-            RowResult(seq_id=row.seq_id, error=str(judged.error), unfollowable=by_request)
+            RowResult(seq_id=row.seq_id, error=judged.error, unfollowable=judged.unfollowable)
         )
     verdict = judged.verdict
     if verdict is None:

@@ -22,7 +22,14 @@ from specserve.kv_cache import KVCache
 from specserve.models.interface import Capture, CausalLM
 from specserve.noise import Noise
 from specserve.packing import PackedStep
-from specserve.sampler import LogitsRow, RowError, choose, logprobs, prompt_logprobs
+from specserve.sampler import (
+    LogitsRow,
+    RowError,
+    UnfollowableError,
+    choose,
+    logprobs,
+    prompt_logprobs,
+)
 from specserve.types import PromptLogprobs, RowPlan, TokenLogprobs
 from specserve.verifier import Verdict, verify, verify_replay
 
@@ -35,8 +42,13 @@ class Judged(msgspec.Struct, frozen=True):
 
     verdict: Verdict | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    error: RowError | None = None
+    error: str | None = None
+    unfollowable: bool = False  # the error is what was asked for
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+
+def failed(error: RowError) -> Judged:
+    return Judged(error=str(error), unfollowable=isinstance(error, UnfollowableError))
 
 
 class TargetResult(msgspec.Struct, frozen=True):
@@ -115,7 +127,7 @@ class HostTarget:
                 found = self._judge(row, draft, mine, lone.get(idx))
                 judged.append(with_prompt(row, found, read, vocab_size=self.vocab_size))
             except RowError as error:  # this row's own fault: its request fails alone
-                judged.append(Judged(error=error))
+                judged.append(failed(error))
         return TargetResult(judged, states, forward_end)
 
     def _new_states(self, num_tokens: int, num_layers: int) -> Tensor | None:

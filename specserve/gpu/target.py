@@ -37,7 +37,7 @@ from specserve.packing import PackedStep
 from specserve.sampler import LogitsRow, RowError
 from specserve.sampler.rows import check_best
 from specserve.scheduler import MAX_SCORED_TOKENS
-from specserve.target import Judged, TargetResult, path_moves, verdict_logprobs, with_prompt
+from specserve.target import Judged, TargetResult, failed, path_moves, verdict_logprobs, with_prompt
 from specserve.types import RowPlan
 from specserve.verifier import Verdict, verify
 from specserve_kernels.triton_kernels import compaction, cuts, masks, sampling
@@ -277,7 +277,7 @@ class DeviceTarget:
                 if read is not None:
                     found = with_prompt(row, found, read, vocab_size=self.vocab_size)
             except RowError as error:  # this row's own fault: its request fails alone
-                found = Judged(error=error)
+                found = failed(error)
             judged.append(found)
             first += count
             scored += row.num_scored
