@@ -139,6 +139,9 @@ class Sent(msgspec.Struct, frozen=True):
         odd = {"content-length", "transfer-encoding", "host", "a b", "upgrade", "x-long"}
         return self.length_error != 0 or any(name in odd for name, _ in self.headers)
 
+    def __repr__(self) -> str:
+        return f"<{self.raw()[:2000]!r}>"
+
     def raw(self) -> bytes:
         lines = [f"{self.method} {self.path} HTTP/1.1", "host: test"]
         lines += [f"{name}: {value}" for name, value in self.headers]
@@ -299,7 +302,7 @@ class Campaign:
         self.rss: list[int] = []  # bytes, after each example
 
     async def send(self, batch: list[Sent]) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(900):
             replies = await asyncio.gather(*(exchange(self.server.port, one) for one in batch))
         for sent, reply in zip(batch, replies, strict=True):
             check(sent, reply)
@@ -319,7 +322,7 @@ def run_campaign(folder: Path, num_requests: int, *, fixed: bool) -> Campaign:
             deadline=None,
             database=None,
             derandomize=fixed,
-            phases=[Phase.generate, Phase.shrink],
+            phases=[Phase.generate],  # one exchange is short, and said in full
             suppress_health_check=list(HealthCheck),
         )
         @given(st.lists(requests(), min_size=PER_EXAMPLE, max_size=PER_EXAMPLE))
