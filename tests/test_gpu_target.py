@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from specserve.drafting import NO_DRAFT, Draft, chain
 from specserve.errors import EngineError
@@ -29,6 +32,9 @@ from tests.logit_rows import a_sampling_request
 from tests.tiny_models import random_weights, tiny_config
 from tests.triton_rows import a_random_row
 
+from specserve.gpu.check import check_engine  # isort: skip (needs triton)
+from specserve_kernels.gpu_check.correctness import TINY  # isort: skip
+from specserve_kernels.triton_kernels import compaction  # isort: skip
 from specserve.gpu.decoder import TritonDecoder  # isort: skip (needs triton)
 from specserve.gpu.inputs import fill_forward, forward_fields  # isort: skip
 from specserve.gpu.sizes import StepSizes  # isort: skip
@@ -265,3 +271,17 @@ def test_edits_and_masks_come_to_what_the_sampler_does() -> None:
             found[bits == 0] = -np.inf
         np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert num_edited > 1000
+
+
+@ON_DEVICES
+def test_the_engines_check_passes_here(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses_of = compaction.cache_addresses
+    with ExitStack() as stack:
+
+        def watched(caches: list[Tensor]) -> compaction.CacheAddresses:
+            stack.enter_context(reachable(caches))
+            return addresses_of(caches)
+
+        monkeypatch.setattr(compaction, "cache_addresses", watched)
+        found = list(check_engine(replace(TINY, num_rows=2, context=32), torch.device(device)))
+    assert [(result.num_batches, result.worst) for result in found] == [(2, 0)] * 3

@@ -13,9 +13,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -29,6 +29,9 @@ from specserve_kernels.gpu_check.report import (
     table,
 )
 from specserve_kernels.triton_kernels import why_not_triton
+
+if TYPE_CHECKING:
+    from specserve_kernels.gpu_check.correctness import Check
 
 COMMAND = "python -m specserve_kernels.gpu_check"
 PARTS = ("correct", "speed", "step")
@@ -71,8 +74,11 @@ class _Collector:
         return found
 
 
-def run(parts: Collection[str], seconds: float, command: str) -> Report:
-    """The wanted parts on the current CUDA device, as far as the time goes."""
+def run(parts: Collection[str], seconds: float, command: str, more: Mapping[str, Check]) -> Report:
+    """The wanted parts on the current CUDA device, as far as the time goes.
+
+    more: checks of who uses the kernels; they come first, being of everything at once
+    """
     import triton
 
     from specserve_kernels.gpu_check import decoder, speeds, steps, timing
@@ -81,7 +87,7 @@ def run(parts: Collection[str], seconds: float, command: str) -> Report:
 
     collector, device = _Collector(seconds), torch.device("cuda")
     copied = timing.copy_bytes_per_s(device)
-    checks = {**CHECKS, **PAGED_CHECKS, "step": decoder.check_replay}
+    checks = {**more, **CHECKS, **PAGED_CHECKS, "step": decoder.check_replay}
     correct = [
         result
         for name, check in checks.items()
@@ -114,8 +120,14 @@ def run(parts: Collection[str], seconds: float, command: str) -> Report:
     )
 
 
-def main(arguments: list[str], write: Callable[[str], object] = print) -> int:
-    parser = argparse.ArgumentParser(prog=COMMAND, description="The kernels on this GPU.")
+def main(
+    arguments: list[str],
+    write: Callable[[str], object] = print,
+    *,
+    more: Mapping[str, Check] | None = None,
+    command: str = COMMAND,
+) -> int:
+    parser = argparse.ArgumentParser(prog=command, description="The kernels on this GPU.")
     parser.add_argument("--json", type=Path, help="write all numbers there")
     parser.add_argument("--seconds", type=float, default=420.0)
     parser.add_argument("--parts", default=",".join(PARTS))
@@ -126,7 +138,7 @@ def main(arguments: list[str], write: Callable[[str], object] = print) -> int:
     if (reason := why_not()) is not None:
         write(f"the kernels cannot be checked on a GPU here: {reason}")
         return 2
-    report = run(parts, options.seconds, " ".join([COMMAND, *arguments]))
+    report = run(parts, options.seconds, " ".join([command, *arguments]), more or {})
     if options.json is not None:
         options.json.write_text(as_json(report))
     write(table(report))
