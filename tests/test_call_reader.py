@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specserve.server.call_reader import CALL_FORMATS, CallReader
 from specserve.server.parts import CallArguments, CallStart, Joined, Part, joined
+from tests.plain_call_reader import PlainCallReader
 
 NAMES = ("get_weather", "add")
 CALL_MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>")
@@ -79,6 +81,7 @@ REPLIES: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
     ("llama3_json", WEATHER.replace("arguments", "parameters"), "", [PARIS], True),
     ("llama3_json", f"<|python_tag|>{WEATHER}; {ADD}", "", [PARIS, SUM], True),
     ("llama3_json", f"  {WEATHER}", "", [PARIS], True),
+    ("llama3_json", f"{WEATHER}{{}}", "{}", [PARIS], True),
     ("llama3_json", '{"type": "function", "name": "add", "parameters": {}}', "", [("add", "{}")],
      True),
     ("llama3_json", '{"city": "Paris"}', '{"city": "Paris"}', [], False),
@@ -128,6 +131,58 @@ def test_any_text_cut_anywhere_gives_the_same_parts_and_calls_whose_arguments_ar
             assert isinstance(json.loads(call.arguments), dict)
     if not joined(parts).calls:
         assert joined(parts).text == reply
+
+
+# Pieces that lead deep into the format, and where they meet out of it again.
+ODD = st.lists(
+    st.sampled_from(
+        [
+            *CALL_MARKS,
+            *('{"name": "add"', ', "arguments": {', '"name"', '"arguments"', '"x"', '"'),
+            *(
+                '{"name": "get_weather", "arguments": {"x": [',
+                "]}}",
+                '"a\nb"',
+                '"\\u00e9"',
+                '"\\u0',
+            ),
+            *("0,", '"",', '"": 0,', "[],", "{}", "01", "-", "1e5", "true", "nul", "9" * 399),
+            *("[" * 30, "]" * 30, '{"":' * 20, "}" * 20, "\x00", "\u2028", "\\", " " * 60),
+            *"{}[]:,;-+.eE \n\tn",
+        ]
+    ),
+    max_size=40,
+).map("".join)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    reply=st.one_of(ODD, FRAGMENTS),
+    layout=st.sampled_from(sorted(CALL_FORMATS)),
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=8),
+    begin=st.sampled_from(["", '{"name": "add", "arguments": {"x": [', '{"x": ', WEATHER]),
+)
+def test_the_quick_reader_gives_after_every_piece_what_the_readable_one_gives(
+    reply: str, layout: str, lengths: list[int], begin: str
+) -> None:
+    reply = f"{CALL_FORMATS[layout].opens if begin else ''}{begin}{reply}"
+    quick = CallReader(CALL_FORMATS[layout], NAMES)
+    plain = PlainCallReader(CALL_FORMATS[layout], NAMES)
+    by_quick: list[Part] = []
+    by_plain: list[Part] = []
+    at = 0
+    for length in itertools.cycle(lengths):
+        piece = reply[at : at + length]
+        by_quick += quick.push(piece)
+        by_plain += plain.push(piece)
+        assert summary(joined(by_quick)) == summary(joined(by_plain)), reply[: at + length]
+        at += length
+        if at >= len(reply):
+            break
+    by_quick += quick.finish()
+    by_plain += plain.finish()
+    assert summary(joined(by_quick)) == summary(joined(by_plain))
+    assert quick.calls == plain.calls
 
 
 def test_arguments_leave_while_they_are_written_and_the_name_leaves_once() -> None:

@@ -7,7 +7,8 @@ text around them stays. A call counts once its arguments are whole, whatever its
 
 from __future__ import annotations
 
-import uuid
+import re
+import secrets
 from collections.abc import Collection
 from typing import Literal
 
@@ -16,6 +17,8 @@ import msgspec
 from specserve.output import longest_stop_prefix
 from specserve.server.call_scanner import ARGUMENT_KEYS, CallScanner
 from specserve.server.parts import CallArguments, CallStart, Part, Text
+
+_SPACE = re.compile(r"\s+")
 
 
 class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +70,12 @@ CALL_FORMATS: dict[str, CallFormat] = {
 
 
 class CallReader:
-    """names: of the functions that may be called; max_calls: further ones are left out"""
+    """names: of the functions that may be called; max_calls: further ones are left out
+
+    Of a pushed text, `_given` characters are dealt with; behind them comes what is known to be
+    text, from `_begin` on what may be a call (or white space before one), and from `_at` on what
+    was not read. What may be a call may have begun in earlier pushes: those are in `_kept`.
+    """
 
     reasoning_bytes = 0
 
@@ -75,14 +83,16 @@ class CallReader:
         self, layout: CallFormat, names: Collection[str], max_calls: int | None = None
     ) -> None:
         self._format = layout
+        self._opening = _opening(layout.opens)
         self._names = names
         self._max_calls = max_calls
         # start: only white space so far. behind: nothing but that since a call.
         self._place: Literal["start", "text", "behind"] = "start"
-        self._held = ""  # not known yet what it is
+        self._kept: list[str] = []
+        self._text = ""
+        self._given = self._begin = self._at = 0
         self._scanner: CallScanner | None = None
-        self._lead = 0  # of a call that has not begun: how much of what is held stands before it
-        self._scanned = 0  # how much of what is held the scanner has read
+        self._lead = 0  # of a call that has not begun: characters from _begin to its object
         self._started = False
         self._num_calls = 0
         self._cut = False
@@ -92,89 +102,115 @@ class CallReader:
         return self._num_calls > 0 and not self._cut
 
     def push(self, text: str) -> list[Part]:
-        self._held += text
         parts: list[Part] = []
+        self._take(text)
+        if self._scanner is None and self._kept:
+            if text.isspace() and self._kept[-1].isspace():
+                self._kept.append(text)
+                return parts
+            self._read_kept_again()
         while self._advance(parts):
             pass
+        self._give_text(parts, self._begin)
+        if undecided := self._text[self._begin :]:
+            self._kept.append(undecided)
         return parts
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
         if self._scanner is not None and self._started:
             self._call_ends(self._scanner)
-        held, self._held, self._scanner = self._held, "", None
+        self._scanner = None
+        held = "".join(self._kept)
+        self._kept.clear()
         if self._place == "behind" and self._format.closes.startswith(held.strip()):
             return parts
         if held:
             parts.append(Text(held))
         return parts
 
+    def _take(self, text: str) -> None:
+        self._text = text
+        self._given = self._begin = self._at = 0
+
+    def _read_kept_again(self) -> None:
+        text = "".join([*self._kept, self._text])
+        self._kept.clear()
+        self._take(text)
+
     def _advance(self, parts: list[Part]) -> bool:
-        """Takes what it can from what is held; whether there may be more to take."""
+        """Reads on; whether there may be more to read."""
         if self._scanner is not None:
             return self._in_call(self._scanner, parts)
         if self._place == "text":
-            return self._in_text(parts)
+            return self._in_text()
         return self._between()
 
-    def _in_text(self, parts: list[Part]) -> bool:
-        opens = self._format.opens
-        at = self._held.find(opens)
-        if at < 0:
-            at = len(self._held) - longest_stop_prefix(self._held, (opens,))
-            self._give_text(parts, at)
+    def _in_text(self) -> bool:
+        found = self._opening.search(self._text, self._at)
+        if found is None:
+            opens = self._format.opens
+            end = self._text[max(self._at, len(self._text) - len(opens)) :]
+            self._begin = self._at = len(self._text) - longest_stop_prefix(end, (opens,))
             return False
-        self._give_text(parts, at)
-        self._expect_call(len(opens))
+        self._begin = found.start()
+        self._expect_call(found.end())
         return True
 
     def _between(self) -> bool:
         """White space, marks, or the first sign of text."""
-        rest = self._held.lstrip()
-        skipped = len(self._held) - len(rest)
-        closes, opens = self._format.closes, self._format.opens
-        if self._place == "behind" and rest.startswith(closes):
-            self._held = rest[len(closes) :]
+        text, closes, opens = self._text, self._format.closes, self._format.opens
+        first = _end_of_space(text, self._at)
+        behind = self._place == "behind"
+        if behind and text.startswith(closes, first):
+            self._is_dealt_with(first + len(closes))
             return True
-        if rest.startswith(opens):
-            self._expect_call(skipped + len(opens))
+        if text.startswith(opens, first):
+            self._expect_call(first + len(opens))
             return True
-        if opens.startswith(rest) or (self._place == "behind" and closes.startswith(rest)):
+        rest = text[first : first + max(len(opens), len(closes))]
+        if opens.startswith(rest) or (behind and closes.startswith(rest)):
             return False
-        if rest[0] == "{" and (self._place == "behind" or self._format.bare):
-            self._expect_call(skipped)
+        if rest[0] == "{" and (behind or self._format.bare):
+            self._expect_call(first)
             return True
         self._place = "text"
         return True
 
-    def _expect_call(self, lead: int) -> None:
-        """lead: characters of what is held that stand before the object"""
+    def _expect_call(self, at: int) -> None:
+        """at: where its object must begin"""
         self._scanner = CallScanner(self._names, self._format.keys)
-        self._lead = self._scanned = lead
+        self._lead = at - self._begin
+        self._at = at
         self._started = False
 
     def _in_call(self, scanner: CallScanner, parts: list[Part]) -> bool:
-        self._scanned = scanner.push(self._held, self._scanned)
+        self._at = scanner.push(self._text, self._at)
         if scanner.begun:
             self._give_call(scanner, parts)
         if scanner.state == "open":
             return False
-        if not self._started:  # no call: what stood before it is text, the rest is looked at again
-            self._scanner, self._place = None, "text"
-            self._give_text(parts, max(1, self._lead))
+        if self._started:
+            self._call_ends(scanner)
             return True
-        self._call_ends(scanner)
+        # No call: what stood before it is text, the rest is looked at again.
+        self._scanner, self._place = None, "text"
+        if self._kept:
+            self._read_kept_again()
+        self._at = self._begin + max(1, self._lead)
         return True
 
     def _give_call(self, scanner: CallScanner, parts: list[Part]) -> None:
         call_idx = self._num_calls
         wanted = self._max_calls is None or call_idx < self._max_calls
-        if not self._started and wanted:
-            assert scanner.name is not None
-            parts.append(CallStart(call_idx, f"call_{uuid.uuid4().hex[:24]}", scanner.name))
+        if not self._started:
+            self._give_text(parts, self._begin)
+            self._kept.clear()
+            if wanted:
+                assert scanner.name is not None
+                parts.append(CallStart(call_idx, f"call_{secrets.token_hex(12)}", scanner.name))
         self._started = True
-        self._held = self._held[self._scanned :]
-        self._scanned = 0
+        self._is_dealt_with(self._at)
         if (text := scanner.take_arguments()) and wanted:
             parts.append(CallArguments(call_idx, text))
 
@@ -184,7 +220,21 @@ class CallReader:
         self._place = "behind" if scanner.arguments_whole else "text"
         self._scanner = None
 
-    def _give_text(self, parts: list[Part], length: int) -> None:
-        if length:
-            parts.append(Text(self._held[:length]))
-            self._held = self._held[length:]
+    def _is_dealt_with(self, end: int) -> None:
+        self._given = self._begin = self._at = end
+
+    def _give_text(self, parts: list[Part], end: int) -> None:
+        if end > self._given:
+            parts.append(Text(self._text[self._given : end]))
+            self._given = end
+
+
+def _opening(mark: str) -> re.Pattern[str]:
+    """The mark where an object with a key may follow: most marks that open no call fail here."""
+    space = "[ \\t\\r\\n]*+"
+    return re.compile(rf'{re.escape(mark)}(?={space}(?:\Z|\{{{space}(?:\Z|")))')
+
+
+def _end_of_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return at if found is None else found.end()

@@ -1,8 +1,11 @@
 """One call of a function, `{"name": …, "arguments": {…}}`, read strictly while it arrives.
 
-JSON is checked character by character, so that it is known at once, not at the end, that a text is
-no call, and so that arguments can leave while they are written. The one thing that is mended: raw
-line breaks and tabs in strings, which small models write, leave as JSON spells them.
+JSON is checked as it comes, so that it is known at once, not at the end, that a text is no call,
+and so that arguments can leave while they are written. The one thing that is mended: raw line
+breaks and tabs in strings, which small models write, leave as JSON spells them.
+
+Everything can be read character by character, as tests/plain_call_scanner.py does; what is nested
+in a call is skimmed as far as that goes, which takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -13,17 +16,28 @@ from typing import Literal
 
 import msgspec
 
-MAX_DEPTH = 64
+from specserve.server.json_skim import (
+    IN_STRING,
+    MAX_DEPTH,
+    MAX_SCALAR_CHARS,
+    MAX_WINDOW,
+    MIN_WINDOW,
+    NUMBER,
+    Expected,
+    mended,
+    skim,
+)
+
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 
-_RUN = re.compile(r'[^"\\\x00-\x1f]+')
+_RUN = re.compile(IN_STRING + "++")
+_SPACES = r"[ \t\r\n]*+"
 _SPACE = re.compile(r"[ \t\r\n]+")
-_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
+_HEAD = re.compile(rf'{_SPACES}\{{{_SPACES}"name"{_SPACES}:{_SPACES}"([^"\\\x00-\x1f]*+)"')
+_KEY = re.compile(rf'{_SPACES}"([^"\\\x00-\x1f]*+)"{_SPACES}:')
+_SCALAR = re.compile(NUMBER + "|true|false|null")
+_SCALAR_RUN = re.compile("[-+.0-9a-zE]+")
 _SCALAR_CHARS = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
-_MAX_SCALAR_CHARS = 400
-_ESCAPES = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
-
-Expected = Literal["object", "first key", "key", "colon", "first value", "value", "next"]
 
 
 class CallScanner:
@@ -37,6 +51,7 @@ class CallScanner:
         self._names = names
         self._keys = keys
         self._expected: Expected = "object"
+        self._window = MIN_WINDOW  # characters to skim next
         self._stack: list[str] = []
         self._string: Literal["key", "value"] | None = None  # the string that is being read
         self._escape = ""  # of a string: what of an escape was read
@@ -64,16 +79,46 @@ class CallScanner:
 
     def push(self, text: str, at: int = 0) -> int:
         """Reads from text[at]; where it stopped: the end, behind the call, or at what breaks it."""
+        if self._expected == "object":
+            at = self._head(text, at)
         while at < len(text) and self.state == "open":
+            if self._string is None and not self._scalar and len(self._stack) >= 2:
+                at, to_the_end = self._skim(text, at)
+                if to_the_end:
+                    continue
             at = self._step(text, at)
         return at
+
+    def _head(self, text: str, at: int) -> int:
+        """What most calls begin with, at once."""
+        found = _HEAD.match(text, at)
+        if found is None:
+            return at
+        self._stack.append("{")
+        self._seen.add("name")
+        self._key = ["name"]
+        self._expected = "next"
+        self._is_named(found[1])
+        return found.end()
+
+    def _skim(self, text: str, at: int) -> tuple[int, bool]:
+        """Where it stopped, and whether that is only the end of what it looked at."""
+        end = min(len(text), at + self._window)
+        at, self._expected = skim(text, at, end, self._expected, self._stack, self._sink)
+        # A stop halfway through costs what is left of the window.
+        self._window = min(2 * self._window, MAX_WINDOW) if at == end else MIN_WINDOW
+        return at, at == end
 
     def _step(self, text: str, at: int) -> int:
         if self._string is not None:
             return self._in_string(text, at)
+        if self._expected in ("first key", "key") and len(self._stack) == 1:
+            key = _KEY.match(text, at)
+            if key is not None:
+                return key.end() if self._has_key(key[1], "value") else key.end(1) + 1
         char = text[at]
         if self._scalar or (char in _SCALAR_CHARS and self._expected in ("value", "first value")):
-            return self._in_scalar(char, at)
+            return self._in_scalar(text, at)
         if space := _SPACE.match(text, at):
             self._keep(space[0])
             return space.end()
@@ -89,20 +134,18 @@ class CallScanner:
     # ---- strings and scalars ---------------------------------------------------------------
 
     def _in_string(self, text: str, at: int) -> int:
-        char = text[at]
         if self._escape:
-            return self._in_escape(char, at)
+            return self._in_escape(text[at], at)
         if run := _RUN.match(text, at):
-            self._keep(run[0])
-            return run.end()
-        if char == "\\":
-            self._escape = char
-            self._keep(char)
-        elif char == '"':
-            self._keep(char)
+            self._keep(mended(run[0]))
+            at = run.end()
+            if at == len(text):
+                return at
+        self._keep(text[at])
+        if text[at] == '"':
             self._string_ends()
         else:
-            self._keep(_ESCAPES.get(char, f"\\u{ord(char):04x}"))
+            self._escape = text[at]
         return at + 1
 
     def _in_escape(self, char: str, at: int) -> int:
@@ -125,21 +168,29 @@ class CallScanner:
         self._expected = "colon"
         if len(self._stack) == 1:
             self._sink = None
-            key = _decoded("".join(self._key))
-            if key is None or key in self._seen or (self._keys and key not in self._keys):
-                self.state = "broken"
-                return
-            self._seen.add(key)
-            self._key = [key]
+            self._has_key(_decoded("".join(self._key)), "colon")
 
-    def _in_scalar(self, char: str, at: int) -> int:
-        if char in _SCALAR_CHARS and len(self._scalar) < _MAX_SCALAR_CHARS:
-            if not self._scalar and not self._value_begins(char):
+    def _has_key(self, key: str | None, expected: Expected) -> bool:
+        """One of the call's own; whether it may. expected: behind it"""
+        if key is None or key in self._seen or (self._keys and key not in self._keys):
+            self.state = "broken"
+            return False
+        self._seen.add(key)
+        self._key = [key]
+        self._expected = expected
+        return True
+
+    def _in_scalar(self, text: str, at: int) -> int:
+        run = _SCALAR_RUN.match(text, at, at + MAX_SCALAR_CHARS - len(self._scalar))
+        if run is not None:
+            if not self._scalar and not self._value_begins(text[at]):
                 self.state = "broken"
                 return at
-            self._scalar += char
-            self._keep(char)
-            return at + 1
+            self._scalar += run[0]
+            self._keep(run[0])
+            at = run.end()
+            if at == len(text):
+                return at
         if not _SCALAR.fullmatch(self._scalar):
             self.state = "broken"
             return at
@@ -226,12 +277,16 @@ class CallScanner:
         if len(self._stack) != 1:
             return
         if self._sink is self._name:
-            self.name = _decoded("".join(self._name))
-            if self.name not in self._names:
-                self.name, self.state = None, "broken"
+            self._is_named(_decoded("".join(self._name)))
         elif self._sink is self._arguments:
             self.arguments_whole = True
         self._sink = None
+
+    def _is_named(self, name: str | None) -> None:
+        if name in self._names:
+            self.name = name
+        else:
+            self.state = "broken"
 
 
 def _decoded(raw: str) -> str | None:

@@ -26,6 +26,7 @@ class ThinkReader:
         self._then = then
         self._opened = opened
         self._place: Place = "start"
+        self._blank: list[str] = []  # white space that the reply begins with, joined once
         self._held = ""  # not known yet what it is
         self.reasoning_bytes = 0
 
@@ -36,18 +37,26 @@ class ThinkReader:
     def push(self, text: str) -> list[Part]:
         if self._place == "behind":
             return self._then.push(text)
-        self._held += text
+        if self._place == "start" and not self._held and not text.strip():
+            self._blank.append(text)
+            return []
+        self._hold(text)
         if self._place == "start":
             self._place = self._beginning()
         return self._read()
 
     def finish(self) -> list[Part]:
+        self._hold("")
         if self._place == "start":
             self._place = "inside" if self._opened else "behind"
         parts = self._read()
         if self._place == "inside":
             parts += self._reasoning(len(self._held))
         return parts + self._then.finish()
+
+    def _hold(self, text: str) -> None:
+        self._held = "".join([*self._blank, self._held, text])
+        self._blank.clear()
 
     def _beginning(self) -> Place:
         rest = self._held.lstrip()
