@@ -19,7 +19,7 @@ from specserve.models.decoder import Decoder
 from specserve_kernels.interface import PagedBatch
 from tests.http_server import CONFIG
 from tests.raw_http import connect
-from tests.scripted import BROKEN, END, by_first_letter, says
+from tests.scripted import BROKEN, END, VOCAB_SIZE, by_first_letter, says
 from tests.test_server_structured import CHATTER, FORMATS, check
 from tests.ways import PLAIN, Way, a_real_server, a_scripted_server
 
@@ -164,6 +164,7 @@ PARAMS: dict[str, dict[str, Any]] = {
         "temperature": 0.9, "seed": 3, "presence_penalty": 1.0, "frequency_penalty": 1.0,
         "repetition_penalty": 1.2, "top_p": 0.9, "top_k": 50,
     },
+    "top_k beyond the vocabulary": {"top_k": 10 * VOCAB_SIZE, "temperature": 1.0, "seed": 2},
     "bias": {"logit_bias": {"17": 5.0, "30": -100.0}},
     "logprobs": {"logprobs": 5, "temperature": 1.0, "seed": 4},
 }  # fmt: skip
