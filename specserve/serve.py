@@ -193,6 +193,7 @@ Type next, in another terminal:
     -d '{body}'
   .venv/bin/specserve loadgen --url {url} --concurrency 4{flag}
   curl{header} {url}/metrics
+Or open {url}/ in a browser, and watch it guess.
 """,
         flush=True,
     )

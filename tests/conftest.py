@@ -13,7 +13,7 @@ spin_briefly()
 
 # Helpers assert too; rewritten asserts also hold under `python -O`.
 pytest.register_assert_rewrite(
-    *(f"tests.{name}" for name in ("build", "engines", "http_server", "otlp_receiver")),
+    *(f"tests.{name}" for name in ("browser", "build", "engines", "http_server", "otlp_receiver")),
     *(f"tests.{name}" for name in ("raw_http", "server_process", "trace_reading", "ways")),
 )
 

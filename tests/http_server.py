@@ -100,6 +100,7 @@ async def a_server(
     dies: bool = False,
     drafters: Mapping[str, Drafter] | None = None,
     model: CausalLM | None = None,
+    port: int = 0,
 ) -> AsyncIterator[Server]:
     """Afterwards no request, no block and no asyncio task may be left.
 
@@ -107,6 +108,7 @@ async def a_server(
     dies:        the engine is meant to be dead at the end
     drafters:    by name; None: those that know the script
     model:       in place of the scripted one; VOCAB_SIZE tokens
+    port:        0: any that is free
     """
     before = asyncio.all_tasks()
     recorder = ListRecorder()
@@ -128,7 +130,8 @@ async def a_server(
     await engine.start()
     await runner.setup()
     listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     tls = None if settings is None else settings.tls

@@ -86,6 +86,7 @@ def test_the_wheel_installs_only_our_names_and_the_command(wheel: Path) -> None:
     names = {name.split("/")[0] for name in files}
     assert {name for name in names if not name.endswith(".dist-info")} == OURS
     assert "specserve_loadgen/data/prompts.jsonl" in files
+    assert {"specserve/server/static/index.html", "specserve/server/static/app.js"} <= set(files)
     assert {f"{name}/py.typed" for name in OURS} <= set(files)
 
 

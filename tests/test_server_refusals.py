@@ -285,7 +285,7 @@ async def test_an_unknown_model_is_404_and_the_served_or_no_name_is_not(name: st
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/none", 404),
         ("GET", "/v1/none", 404),
         ("POST", "/v1/completions/", 404),
         ("GET", "/v1/models/", 404),

@@ -29,6 +29,7 @@ from specserve.server import (
     messages,
     openapi,
     operations,
+    playground,
     responses,
     tokens,
 )
@@ -89,7 +90,8 @@ def create_app(
         compiler=GrammarCompiler(engine.tokenizer, seconds=settings.grammar_seconds),
     )
     app[ROUTE_NAMES] = {}
-    for (method, path), handler in ROUTES.items():
+    pages = {("GET", path): handler for path, handler in playground.PAGES.items()}
+    for (method, path), handler in {**ROUTES, **pages}.items():
         for pattern in _spellings(path):
             route = app.router.add_route(method, pattern, handler, expect_handler=expected)
             if method == "GET":

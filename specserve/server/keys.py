@@ -16,14 +16,15 @@ from pathlib import Path
 from aiohttp import web
 
 from specserve.errors import ConfigError, RequestError
+from specserve.server.playground import PAGES
 
 KEYS_VARIABLE = "SPECSERVE_API_KEYS"
 MIN_KEY_CHARS = 16
 MAX_KEY_CHARS = 256
 
 # A process supervisor must reach these without a secret, and they tell it nothing else. /metrics
-# is not among them: it shows load and models.
-OPEN_ROUTES = frozenset({"/health", "/ready", "/version"})
+# is not among them: it shows load and models. The playground's files are the same everywhere.
+OPEN_ROUTES = frozenset({"/health", "/ready", "/version", *PAGES})
 
 _KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},{MAX_KEY_CHARS}}}")
 
