@@ -35,7 +35,7 @@ from specserve.scheduler import MAX_SCORED_TOKENS
 from specserve.speculation.costs import UNMEASURED
 from specserve.speculation.recording import Recording
 from specserve.speculation.speculator import Speculator
-from specserve.targets import make_target, measure_steps
+from specserve.targets import make_target, measurable, measure_steps
 from specserve.tokenizer import check_same_vocabulary
 from specserve_drafts import DRAFTERS, DrafterResources, parse_drafter_spec
 from specserve_drafts.head_files import Head, NativeForm, TargetParts
@@ -220,7 +220,7 @@ def _make_speculator(
     if drafters:
         started = time.perf_counter()
         profile = measure_profile(
-            target.decoder,
+            measurable(target),
             block_size=options.block_size,
             max_tokens=options.max_num_batched_tokens,
         )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
+from collections.abc import Sequence as Seq
+from typing import Final, Protocol
 
 import torch
+from torch import Tensor
 
-from specserve.models.interface import CausalLM
+from specserve.kv_cache import KVCache
 from specserve.speculation.costs import Profile, SizeCost
 from specserve_kernels.interface import PagedBatch
 
@@ -26,8 +28,23 @@ _CONTEXT: Final = 64
 _LONG_CONTEXT: Final = 1024
 
 
+class Measurable(Protocol):
+    """As much of a CausalLM as is measured; `forward` returns once the work is done."""
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache: ...
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        kv_cache: KVCache,
+        logits_indices: Seq[int],
+    ) -> Tensor: ...
+
+
 def measure_profile(
-    model: CausalLM, *, block_size: int, max_tokens: int, budget_seconds: float = 3.0
+    model: Measurable, *, block_size: int, max_tokens: int, budget_seconds: float = 3.0
 ) -> Profile:
     """max_tokens: the largest step. Takes about budget_seconds, and its own small KV cache."""
     started = time.perf_counter()
@@ -75,7 +92,7 @@ def _size_cost(size: int, best: dict[tuple[int, int, int], float], per_attended:
     return SizeCost(size, max(whole - keys, floor), max(whole - head - keys, floor))
 
 
-def _forward_of(model: CausalLM, block_size: int, most: int) -> Callable[[int, int, int], None]:
+def _forward_of(model: Measurable, block_size: int, most: int) -> Callable[[int, int, int], None]:
     """(tokens, rows of logits, context) -> one forward over sequences of a few tokens each."""
     long_blocks = -(-(_LONG_CONTEXT + _TOKENS_PER_SEQ) // block_size)
     own_blocks = -(-most // _TOKENS_PER_SEQ) + 1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 from specserve.config import EngineConfig
 from specserve.gpu.device_memory import peak_while
 from specserve.loading import LoadedModel
+from specserve.measuring import Measurable
 from specserve.target import HostTarget, Target
 
 if TYPE_CHECKING:
@@ -25,6 +26,15 @@ def make_target(config: EngineConfig, loaded: LoadedModel) -> Target:
         vocab_size=loaded.vocab_size,
         hidden_size=loaded.decoder.config.hidden_size,
     )
+
+
+def measurable(loaded: LoadedModel) -> Measurable:
+    """The decoder as its steps run, for `measure_profile`."""
+    if not loaded.uses_triton:
+        return loaded.decoder
+    from specserve.gpu.measured import MeasuredDecoder  # needs triton
+
+    return MeasuredDecoder(cast("TritonDecoder", loaded.decoder))
 
 
 def measure_steps(config: EngineConfig, loaded: LoadedModel) -> int:

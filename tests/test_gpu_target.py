@@ -37,6 +37,7 @@ from specserve_kernels.gpu_check.correctness import TINY  # isort: skip
 from specserve_kernels.triton_kernels import compaction  # isort: skip
 from specserve.gpu.decoder import TritonDecoder  # isort: skip (needs triton)
 from specserve.gpu.inputs import fill_forward, forward_fields  # isort: skip
+from specserve.gpu.measured import MeasuredDecoder  # isort: skip
 from specserve.gpu.sizes import StepSizes  # isort: skip
 from specserve.gpu.staging import Staged  # isort: skip
 from specserve.gpu.target import DeviceTarget  # isort: skip
@@ -46,11 +47,10 @@ V, S = 64, 4
 CONFIG = tiny_config(vocab=V, layers=2, hidden=32, heads=4, kv_heads=2)
 
 
-def a_decoder(device: str, **sizes: Any) -> TritonDecoder:
+def a_decoder(device: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> TritonDecoder:
     config = tiny_config(vocab=V, **sizes)
-    return TritonDecoder(
-        config, random_weights(config, 3), dtype=torch.float32, device=torch.device(device)
-    )
+    weights = random_weights(config, 3)
+    return TritonDecoder(config, weights, dtype=dtype, device=torch.device(device))
 
 
 @ON_DEVICES
@@ -81,8 +81,11 @@ def test_logits_are_those_of_the_reference(device: str, window: int | None) -> N
 
 
 @ON_DEVICES
-def test_padding_writes_to_no_live_block_and_changes_no_bit(device: str) -> None:
-    decoder = a_decoder(device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_writes_to_no_live_block_and_changes_no_bit(
+    device: str, dtype: torch.dtype
+) -> None:
+    decoder = a_decoder(device, dtype)
     batch = PagedBatch((0, 3, 4), (5, 2), ((6, 1), (4,)), ((-1, 0, 0), None), S)
     ids, positions = [9, 8, 7, 6], [5, 6, 6, 2]
     own = decoder.geometry(S).of_batch(batch, num_logits=4)
@@ -93,7 +96,7 @@ def test_padding_writes_to_no_live_block_and_changes_no_bit(device: str) -> None
     found = []
     for sizes in (own, roomy):
         cache = decoder.new_kv_cache(8, S)
-        marks = torch.randn(cache.keys.shape, generator=torch.Generator().manual_seed(1))
+        marks = torch.randn(cache.keys.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         cache.keys.copy_(marks)
         cache.values.copy_(marks)
         staged = Staged(forward_fields(sizes), decoder.device)
@@ -105,6 +108,18 @@ def test_padding_writes_to_no_live_block_and_changes_no_bit(device: str) -> None
         assert written.nonzero().tolist() == [[1, 1], [1, 2], [1, 3], [4, 2]]
     for plain, padded in zip(*found, strict=True):
         assert torch.equal(plain, padded)
+
+
+@ON_DEVICES
+def test_costs_are_measured_of_the_forward_that_is_served(device: str) -> None:
+    decoder = a_decoder(device, layers=1)
+    measured = MeasuredDecoder(decoder)
+    batch = PagedBatch((0, 2), (1,), ((1,),), (None,), S)
+    args = torch.tensor([5, 6]), torch.tensor([1, 2]), batch
+    expected = decoder.forward(*args, decoder.new_kv_cache(2, S), [1])
+    cache = measured.new_kv_cache(2, S)
+    for _ in range(3):  # on a device: as it is, recorded, replayed
+        assert torch.equal(measured.forward(*args, cache, [1]).cpu(), expected)
 
 
 @ON_DEVICES

@@ -92,7 +92,8 @@ class DeviceTarget:
         self._kv_cache = decoder.new_kv_cache(num_blocks, block_size)
         caches = [*self._kv_cache.keys, *self._kv_cache.values]
         self._addresses = compaction.cache_addresses(caches)
-        self._chooser = self._new_chooser(max_sequences * (max_guesses + 1), 1024)
+        largest = self._buckets.largest()
+        self._chooser = self._new_chooser(largest.logits, largest.edits)
 
     def run(
         self,
