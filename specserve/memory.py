@@ -111,7 +111,8 @@ def plan_memory(
         raise ConfigError(
             f"no KV block fits: memory budget {budget / GIB:.2f} GiB, weights "
             f"{weights / MIB:.0f} MiB, activation {activation / MIB:.0f} MiB, one block "
-            f"{block_size * kv_bytes_per_token / MIB:.2f} MiB: raise --memory-gb or --kv-cache-gb"
+            f"{block_size * kv_bytes_per_token / MIB:.2f} MiB: raise --memory-gb or "
+            "--kv-cache-gb, on a GPU --gpu-memory-utilization"
         )
     return MemoryReport(
         budget=budget,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from specserve.config import EngineConfig
+from specserve.errors import ConfigError
 from specserve.gpu.device_memory import peak_while
 from specserve.loading import LoadedModel
 from specserve.measuring import Measurable
@@ -52,12 +55,18 @@ def measure_steps(config: EngineConfig, loaded: LoadedModel) -> int:
 def _device_target(config: EngineConfig, loaded: LoadedModel) -> DeviceTarget:
     from specserve.gpu.target import DeviceTarget  # needs triton
 
-    return DeviceTarget(
-        cast("TritonDecoder", loaded.decoder),
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        vocab_size=loaded.vocab_size,
-        max_sequences=config.max_num_seqs,
-        max_guesses=config.max_draft_tokens,
-        max_model_len=config.max_model_len,
-    )
+    try:
+        return DeviceTarget(
+            cast("TritonDecoder", loaded.decoder),
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            vocab_size=loaded.vocab_size,
+            max_sequences=config.max_num_seqs,
+            max_guesses=config.max_draft_tokens,
+            max_model_len=config.max_model_len,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the GPU has no room for a KV pool of {config.num_blocks} blocks ({error}): lower "
+            "--gpu-memory-utilization or --kv-cache-gb, or free the GPU"
+        ) from error

@@ -11,7 +11,9 @@ import random
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -19,12 +21,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from specserve.config import EngineConfig
 from specserve.drafting import NO_DRAFT, Draft, chain
-from specserve.errors import EngineError
+from specserve.errors import ConfigError, EngineError
+from specserve.loading import LoadedModel
 from specserve.models.decoder import Decoder
 from specserve.packing import pack
 from specserve.sampler import LogitsRow, edited
 from specserve.target import HostTarget, Judged, Target
+from specserve.targets import make_target
+from specserve.tokenizer import Tokenizer
 from specserve.types import RowPlan
 from specserve_kernels import PagedBatch, make_backend
 from tests.interpreted_triton import ON_DEVICES, reachable
@@ -300,3 +306,22 @@ def test_the_engines_check_passes_here(device: str, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(compaction, "cache_addresses", watched)
         found = list(check_engine(replace(TINY, num_rows=2, context=32), torch.device(device)))
     assert [(result.num_batches, result.worst) for result in found] == [(2, 0)] * 3
+
+
+@ON_DEVICES
+def test_a_gpu_without_room_is_said_with_the_way_out(
+    device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+    decoder = a_decoder(device, layers=1)
+    config = EngineConfig(num_blocks=77, block_size=S, max_model_len=16, max_num_seqs=2)
+    loaded = LoadedModel(decoder, cast(Tokenizer, SimpleNamespace(vocab_size=V)), tmp_path, True)
+    target = make_target(config, loaded)
+    monkeypatch.setattr(decoder, "run", full)
+    with pytest.raises(EngineError, match=r"in a step of 4 tokens with 1 rows.*2\.00 GiB.*lower"):
+        run_on(target, [a_row(0, 4)], [NO_DRAFT])
+    monkeypatch.setattr(decoder, "new_kv_cache", full)
+    with pytest.raises(ConfigError, match=r"KV pool of 77 blocks \(tried.*--gpu-memory-util"):
+        make_target(config, loaded)
