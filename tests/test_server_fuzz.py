@@ -283,7 +283,7 @@ def check(sent: Sent, reply: Reply | None) -> None:
     if reply is None:
         assert sent.may_be_hung_up_on, said
         return
-    faulty = FAULT.encode() in sent.raw() or ("content-encoding", "gzip") in sent.headers
+    faulty = FAULT.encode() in sent.body or ("content-encoding", "gzip") in sent.headers
     if reply.status >= 500:
         assert faulty, said
         assert b"engine_error" in reply.body or b"api_error" in reply.body, said
