@@ -130,9 +130,13 @@ async def connect(port: int, *, receive_buffer: int | None = None) -> AsyncItera
     sock.setblocking(False)
     if receive_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
     limit = 2**20 if receive_buffer is None else receive_buffer
-    reader, writer = await asyncio.open_connection(sock=sock, limit=limit)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=limit)
+    except BaseException:  # whoever is cancelled here leaves no socket behind
+        sock.close()
+        raise
     try:
         yield Connection(reader, writer)
     finally:
