@@ -49,7 +49,8 @@ void pack(DType dtype, int64_t n, int64_t k, const float* src, void* dst, float*
 // (round to nearest even), or f32. k is padded with zeros. An int8 row of zeros (or all below
 // 2^-120) has scale 0; one with NaN or Inf has scale NaN, which makes its outputs NaN.
 size_t prepared_bytes(DType dtype, int64_t num_rows, int64_t k);
-// `prepared` is 64-byte aligned. Whoever prepares the last row also zeroes the padding behind it.
+// `prepared` is 64-byte aligned. Whoever prepares the last row also zeroes the padding behind it,
+// where products read it.
 // Prepare rows row_begin..row_end of x [num_rows, k] (leading dimension ldx) into `prepared`.
 void prepare(DType dtype, int64_t num_rows, int64_t row_begin, int64_t row_end, int64_t k,
              const float* x, int64_t ldx, void* prepared, float* row_scales);

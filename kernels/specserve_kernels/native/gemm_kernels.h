@@ -6,6 +6,8 @@
 //            one, or weights one below the other, gives the bytes of packing them together.
 //   rows     int8: [M/16][k/64][16 m][64 k]   bf16: [M/16][k/32][16 m][32 k]   (1 KiB tiles)
 //            f32: [M/16][16 m][k]             k is padded to 64, M to 16, both with zeros.
+//            AVX-512 takes bf16 rows widened to f32: [M/16][k/16][16 m][16 k], and rows behind the
+//            last as they are.
 #pragma once
 #include "gemm.h"
 
