@@ -7,22 +7,29 @@ import json
 import os
 import random
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any  # whatever the library takes
 
+import llguidance
 import msgspec
 import numpy as np
 import pytest
 import tokenizers
+import torch
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
+from specserve import grammar
 from specserve.constraint import Constraint, GrammarSpec
 from specserve.errors import EngineError, RequestError
 from specserve.grammar import MAX_GRAMMAR_CHARS, Grammars
+from specserve.sampler import LogitsRow, choose, logprobs
 from specserve.tokenizer import Tokenizer
 from tests.grammar_world import END, SCHEMA, SPECS, VOCAB_SIZE, bpe_tokenizer, constraint, grammars
+from tests.logit_rows import a_sampling_request
 from tests.small_tokenizers import saved, words
 
 CONTROL = 1
@@ -299,3 +306,44 @@ def test_thousands_of_grammars_leave_no_memory_behind() -> None:
     for idx in range(100, 2100):
         make(idx)
     assert resident() - before < 16 * 2**20
+
+
+class CountedMatcher:
+    """The library's, and how many masks were made by all of them."""
+
+    num_masks = 0
+    grammar_from_regex = staticmethod(llguidance.LLMatcher.grammar_from_regex)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._inner = llguidance.LLMatcher(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def compute_bitmask(self) -> bytes:
+        CountedMatcher.num_masks += 1
+        return self._inner.compute_bitmask()
+
+
+def test_with_logprobs_no_mask_is_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = types.SimpleNamespace(**{**vars(llguidance), "LLMatcher": CountedMatcher})
+    monkeypatch.setattr(grammar, "llguidance", changed)
+    request = msgspec.structs.replace(
+        a_sampling_request((7, 7), temperature=1.0),
+        constraint=Grammars(bpe_tokenizer()).constraint(SPECS["regex"]),
+    )
+    logits = torch.randn(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    ids: list[int] = []
+    for values in logits:  # as verification walks a draft whose every guess is right
+        [chosen] = choose(values[None], [LogitsRow(request, [7, 7], tuple(ids))], vocab_size=384)
+        assert isinstance(chosen, int)
+        ids.append(chosen)
+    places = [LogitsRow(request, [7, 7], tuple(ids[:at])) for at in range(6)]
+    before = CountedMatcher.num_masks
+    found = logprobs(logits, ids, 2, vocab_size=VOCAB_SIZE, places=places)
+    assert CountedMatcher.num_masks == before > 6
+    for idx, place in enumerate(places):  # the same as one by one
+        [alone] = logprobs(
+            logits[idx : idx + 1], ids[idx : idx + 1], 2, vocab_size=384, places=[place]
+        )
+        assert alone == found[idx]

@@ -301,8 +301,10 @@ def logprobs(
     places:    of the L, where a constraint says what can be chosen at all
     """
     plain = list(as_rows(logits, vocab_size))
-    if places:
-        plain = [allowed(values, place) for values, place in zip(plain, places, strict=True)]
+    # The deepest first, where the constraint stands since verification: going back it has the masks
+    # that it made on the way, going there again it would have to make them anew.
+    for idx in reversed(range(len(places))):
+        plain[idx] = allowed(plain[idx], places[idx])
     return [
         _row_logprobs(values, token_id, min(num_top, len(values)))
         for values, token_id in zip(plain, token_ids, strict=True)
