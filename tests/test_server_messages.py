@@ -220,7 +220,10 @@ async def test_tool_choice_is_a_chats(choice: dict[str, Any], num_calls: int) ->
             {"type": "text", "text": "a"}, {"type": "tool_result", "content": [IMAGE]}]}]},
          "messages[0].content[1].content[0]"),
         ({"system": [IMAGE]}, "system[0]"),
-        ({"stop_sequences": [""]}, "stop"),
+        ({"stop_sequences": [""]}, "stop_sequences holds"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format is"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "odd"}}}},
+         "output_config.format cannot"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "rm"}}, "tool_choice"),
@@ -258,7 +261,8 @@ async def test_every_error_of_these_routes_has_that_shape_and_no_other_route_has
                 assert error_of(reply)["type"] == kind
             reply = await ask(server.port, "GET", path, headers={"x-api-key": KEY})
             assert reply.status == 405
-            assert reply.json()["error"]["code"] == "method_not_allowed"
+            assert error_of(reply)["type"] == "invalid_request_error"
+            assert "GET" in error_of(reply)["message"]
         other = await ask(server.port, "GET", "/v1/models", headers={"x-api-key": KEY[:-1]})
         assert (other.status, other.error["code"]) == (401, "invalid_api_key")
 

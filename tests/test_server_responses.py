@@ -241,6 +241,28 @@ async def test_what_cannot_be_served_is_refused_by_this_endpoints_own_name(
         assert (await ask(server, instructions=None)).status == 200
 
 
+@pytest.mark.parametrize(
+    ("body", "begins"),
+    [
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format is"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "odd"}}}},
+         "text.format cannot"),
+        ({"text": {"format": {"type": "json_object"}}, "tools": [TOOL]}, "text.format leaves"),
+        ({"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+         "text.format and structured_outputs"),
+        ({"max_output_tokens": 0}, "max_output_tokens is 0"),
+    ],
+)  # fmt: skip
+async def test_a_refusal_names_fields_as_this_endpoint_does(
+    body: dict[str, Any], begins: str
+) -> None:
+    async with a_responses_server("x") as server:
+        message = (await ask(server, **body)).error["message"]
+    assert message.startswith(begins)
+    assert "response_format" not in message
+    assert "json_schema.schema" not in message
+
+
 async def test_what_clients_send_by_habit_is_taken_and_given_back_as_it_is() -> None:
     async with a_responses_server("x") as server:
         asked = {

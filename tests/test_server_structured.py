@@ -98,6 +98,43 @@ async def test_every_reply_of_several_keeps_to_it() -> None:
             check("json", text)
 
 
+@pytest.mark.parametrize("drafter", ["none", "oracle", "anti", "part"])
+async def test_banned_and_allowed_tokens_are_kept_to_inside_a_grammar(drafter: str) -> None:
+    """Where the text is complete it may end, whatever is allowed beside it."""
+    letters = [ord(letter) for letter in "bc"]
+    asked: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+        ({"regex": "[abc]{3}x?"}, "bbb", {"allowed_token_ids": letters[:1]}),
+        ({"regex": "[abc]{3}"}, "cbc", {"bad_words": ["a", "bb", "cc"]}),
+        ({"choice": ["abc", "bcb"]}, "bcb", {"allowed_token_ids": letters}),
+        ({"json": {"enum": ["b", "c"]}}, '"c"', {"bad_words": ["b"]}),
+    ]
+    async with a_server(says("cbabcabc", then=None)) as server:
+        for form, text, more in asked:
+            body = {"structured_outputs": form, "max_tokens": 20, **more}
+            body["speculation"] = {"drafter": drafter}
+            choice = (await server.complete(**body)).json()["choices"][0]
+            assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+
+
+@pytest.mark.parametrize("drafter", ["none", "oracle", "anti", "part"])
+async def test_what_leaves_no_token_to_choose_is_a_400_that_says_so(drafter: str) -> None:
+    """Known only where the text arrives at it; the server is as well as before."""
+    asked: list[dict[str, Any]] = [
+        {"structured_outputs": {"choice": ["abc"]}, "bad_words": ["bc"]},
+        {"structured_outputs": {"choice": ["abc"]}, "allowed_token_ids": [*b"ab"]},
+        {"allowed_token_ids": [7], "bad_words": ["\x07"]},
+    ]
+    async with a_server(says("abcabc")) as server:
+        for body in asked:
+            body = {**body, "max_tokens": 9, "speculation": {"drafter": drafter}}
+            reply = await server.complete(**body)
+            assert (reply.status, reply.error["code"]) == (400, "unfollowable")
+            assert "bad_words" in reply.error["message"]
+            *_, last = (await server.complete(**body, stream=True)).events
+            assert last["error"]["type"] == "invalid_request_error"
+        assert (await server.complete(max_tokens=1)).status == 200
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a bad schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},

@@ -171,6 +171,8 @@ def _penalised(logits: Floats, row: LogitsRow) -> Floats:
     logits[[token_id for token_id in never if token_id < len(logits)]] = -np.inf
     if params.allowed_token_ids is not None:
         may = [token_id for token_id in params.allowed_token_ids if token_id < len(logits)]
+        if request.constraint is not None:  # it says where the text ends
+            may += [token_id for token_id in request.eos_ids if token_id < len(logits)]
         kept = logits[may]
         logits.fill(-np.inf)
         logits[may] = kept

@@ -6,6 +6,7 @@ Nothing about this machine leaves in a message: no traceback, no file path, no m
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
@@ -98,6 +99,17 @@ def internal_error() -> RequestError:
         code="internal_error",
         status=500,
     )
+
+
+def reworded(message: str, names: Mapping[str, str]) -> str:
+    """A chat's message with fields as another endpoint calls them: {theirs: ours}.
+
+    A name that is also a word of prose is one at the beginning only.
+    """
+    for theirs in sorted(names, key=len, reverse=True):
+        begins = "(?<![\\w.])" if "_" in theirs else "^"
+        message = re.sub(rf"{begins}{re.escape(theirs)}(?![\w])", names[theirs], message)
+    return message
 
 
 def engine_failure(reason: str) -> RequestError:

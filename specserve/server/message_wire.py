@@ -8,6 +8,7 @@ from typing import Any  # JSON that is passed on as it is
 import msgspec
 
 from specserve.errors import RequestError
+from specserve.server.errors import reworded
 from specserve.server.wire import ChatBody, Extensions, convert_body
 
 BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
@@ -89,12 +90,14 @@ _OWN_NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
+    "json_schema.schema": "schema",
 }
 
 
-def own_name(param: str | None) -> str | None:
-    """A chat's field as this endpoint calls it."""
-    return param if param is None else _OWN_NAMES.get(param, param)
+def in_own_words(error: RequestError) -> RequestError:
+    """A chat's refusal as this endpoint puts it: the message alone names the field."""
+    error.message = reworded(error.message, _OWN_NAMES)
+    return error
 
 
 def chat_of(body: MessagesBody) -> ChatBody:

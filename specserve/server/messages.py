@@ -36,7 +36,7 @@ from specserve.server.message_wire import (
     MessagesBody,
     chat_of,
     counted_chat,
-    own_name,
+    in_own_words,
 )
 from specserve.server.replies import finish_reason
 from specserve.server.segments import Change, Segment, Segments
@@ -52,8 +52,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     try:
         chat = await converse(request, asked, prefix="msg_", param_names={})
     except RequestError as error:
-        error.param = own_name(error.param)
-        raise
+        raise in_own_words(error) from None
     return await answer(request, chat.job, MessageShape(chat, request[CONTEXT].request_id))
 
 

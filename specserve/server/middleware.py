@@ -122,7 +122,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _refusal(request: web.Request, error: RequestError) -> web.Response:
-    if _route_name(request) in MESSAGES_ROUTES:
+    # By the path where no method matched: then there is no route to be named by.
+    if {_route_name(request), re.sub("/+", "/", request.path)} & MESSAGES_ROUTES:
         body = errors.messages_error(error, request[CONTEXT].request_id)
         return errors.error_response(error, body)
     return errors.error_response(error)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn  # Any: JSON that is passed on as it is
 import msgspec
 
 from specserve.errors import RequestError
+from specserve.server.errors import reworded
 from specserve.server.wire import ChatBody, Extensions, convert_body
 
 _ROLES = ("system", "developer", "user")
@@ -122,21 +123,29 @@ def chat_of(body: ResponsesBody) -> ChatBody:
 
 def own_name(param: str | None) -> str | None:
     """A chat's field as this endpoint calls it."""
-    for theirs, ours in _NAMES:
+    for theirs, ours in _NAMES.items():
         if param is not None and param.startswith(theirs):
             return ours + param.removeprefix(theirs).replace("].function.", "].")
     return param
 
 
-_NAMES = (
-    ("messages", "input"),
-    ("prompt", "input"),
-    ("max_completion_tokens", "max_output_tokens"),
-    ("max_tokens", "max_output_tokens"),
-    ("response_format.json_schema", "text.format"),
-    ("response_format", "text.format"),
-    ("tools", "tools"),
-)
+def in_own_words(error: RequestError) -> RequestError:
+    """A chat's refusal as this endpoint puts it."""
+    error.param = own_name(error.param)
+    error.message = reworded(error.message, _NAMES)
+    return error
+
+
+_NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "json_schema.schema": "schema",
+    "tools": "tools",
+}
 
 
 def _refuse(name: str, why: str) -> NoReturn:

@@ -27,7 +27,7 @@ from specserve.server.response_replies import (
     ResponseText,
     ResponseUsage,
 )
-from specserve.server.response_wire import ResponsesBody, chat_of, own_name
+from specserve.server.response_wire import ResponsesBody, chat_of, in_own_words
 from specserve.server.segments import Change, Segments
 from specserve.server.sse import NAMED, Framing
 from specserve.server.state import STATE
@@ -45,8 +45,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     try:
         chat = await converse(request, asked, prefix="resp_", param_names={})
     except RequestError as error:
-        error.param = own_name(error.param)
-        raise
+        raise in_own_words(error) from None
     return await answer(request, chat.job, ResponseShape(chat, body))
 
 
