@@ -41,7 +41,7 @@ SPECS = {
 
 
 @functools.cache
-def bpe_tokenizer() -> Tokenizer:
+def bpe_tokenizer(chat_template: str | None = None) -> Tokenizer:
     """Id 0 is EOS and 1 a control token; the rest bytes, and merges that JSON is made of."""
     backend = tokenizers.Tokenizer(BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -59,7 +59,7 @@ def bpe_tokenizer() -> Tokenizer:
         backend,
         special_tokens={"eos_token": "<|end|>"},
         eos_ids=[END],
-        chat_template=None,
+        chat_template=chat_template,
         source="the tests",
     )
 

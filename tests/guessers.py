@@ -40,7 +40,7 @@ def make_guesser(
         block_size=config.block_size,
         model=model if name == "draft_model" else None,
         truth=table,
-        script=_branching(table, model.vocab_size),
+        script=branching(table, model.vocab_size),
         target=parts_of(model) if name in HEADS else None,
         head=tiny_head(name, model) if name in HEADS else None,
     )
@@ -81,7 +81,7 @@ def failing(inner: Drafter, *, every: int) -> Drafter:
     return _Failing(inner, every)
 
 
-def _branching(truth: Truth, vocab_size: int) -> Script:
+def branching(truth: Truth, vocab_size: int) -> Script:
     """Two children per node of the right path, the wrong one first: accepted KV has gaps."""
 
     def script(row: DraftRow) -> Draft:

@@ -14,6 +14,7 @@ from specserve.admission import Limits
 from specserve.config import EngineConfig
 from specserve.drafting import Drafter
 from specserve.engine import Engine, Recorder
+from specserve.models.decoder import Decoder
 from specserve.models.interface import CausalLM
 from specserve.runner import ModelRunner
 from specserve.server.app import create_app, create_runner
@@ -24,7 +25,7 @@ from specserve.target import HostTarget
 from specserve.tokenizer import Tokenizer
 from tests.engines import ListRecorder
 from tests.raw_http import Reply, ask
-from tests.scripted import TEMPLATE, VOCAB_SIZE, Script, ScriptedModel, byte_tokenizer, guessers
+from tests.scripted import TEMPLATE, Script, ScriptedModel, byte_tokenizer, guessers
 
 CONFIG = EngineConfig(
     block_size=4,
@@ -110,7 +111,6 @@ async def a_server(
     model:       in place of the scripted one; VOCAB_SIZE tokens
     port:        0: any that is free
     """
-    before = asyncio.all_tasks()
     recorder = ListRecorder()
     engine = an_engine(
         ScriptedModel(script, on_forward) if model is None else model,
@@ -119,6 +119,26 @@ async def a_server(
         byte_tokenizer(template),
         drafters=guessers(script) if drafters is None else drafters,
     )
+    async with over_http(
+        engine, recorder, settings=settings, tracer=tracer, send_buffer=send_buffer, port=port
+    ) as server:
+        yield server
+        await server.is_idle()
+    assert (engine.error is not None) == dies, engine.error
+
+
+@asynccontextmanager
+async def over_http(
+    engine: Engine,
+    recorder: ListRecorder,
+    *,
+    settings: ServerSettings | None = None,
+    tracer: ServerTracer | None = None,
+    send_buffer: int | None = None,
+    port: int = 0,
+) -> AsyncIterator[Server]:
+    """The engine runs, and is asked over HTTP; afterwards no asyncio task may be left."""
+    before = asyncio.all_tasks()
     app = create_app(
         engine,
         metrics_text=lambda: "specserve_up 1\n",
@@ -139,11 +159,9 @@ async def a_server(
     server = Server(engine, runner, listener.getsockname()[1], recorder)
     try:
         yield server
-        await server.is_idle()
     finally:
         await runner.cleanup()
         await engine.stop()
-    assert (engine.error is not None) == dies, engine.error
     assert asyncio.all_tasks() <= before
 
 
@@ -163,14 +181,15 @@ def an_engine(
                 model,
                 num_blocks=config.num_blocks,
                 block_size=config.block_size,
-                vocab_size=VOCAB_SIZE,
+                vocab_size=tokenizer.vocab_size,
+                hidden_size=model.config.hidden_size if isinstance(model, Decoder) else 0,
             ),
-            Speculator(dict(drafters), vocab_size=VOCAB_SIZE),
+            Speculator(dict(drafters), vocab_size=tokenizer.vocab_size),
         ),
         tokenizer=tokenizer,
         limits=Limits.of(
             config,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=tokenizer.vocab_size,
             eos_ids=tokenizer.eos_ids,
             drafters=("none", *drafters),
         ),
