@@ -63,6 +63,35 @@ def test_a_busy_neighbour_slows_all_sizes_alike() -> None:
     assert costs.seconds(4, 4) > 1.5 * 0.021
 
 
+def test_a_busy_minute_does_not_hide_the_step_up_to_the_next_size() -> None:
+    """Sizes of which one is seen all the time and the next one now and then."""
+    seconds, rng = {16: 0.031, 17: 0.045}, random.Random(1)
+    costs = VerifyCosts(a_profile())
+
+    def step_up(num_tokens: int, slower: float) -> float:
+        costs.observe(
+            num_tokens,
+            num_tokens,
+            0.0,
+            seconds[num_tokens] * slower * rng.lognormvariate(0, 0.05),
+        )
+        return costs.seconds(17, 17) / costs.seconds(16, 16)
+
+    for idx in range(640):
+        step_up(17 if idx % 16 == 15 else 16, 1.0)
+    found = [step_up(16, 1.4) for _ in range(150)]
+    assert min(found) > 0.93 * 0.045 / 0.031
+
+
+def test_a_step_up_that_the_profile_hides_is_found() -> None:
+    costs = VerifyCosts(Profile((SizeCost(16, 0.04, 0.04), SizeCost(17, 0.045, 0.045))))
+    for idx in range(1280):
+        num_tokens, seconds = (17, 0.045) if idx % 16 == 15 else (16, 0.031)
+        costs.observe(num_tokens, num_tokens, 0.0, seconds)
+    ratio = costs.seconds(17, 17) / costs.seconds(16, 16)
+    assert ratio == pytest.approx(0.045 / 0.031, rel=0.1)
+
+
 def test_a_wrong_profile_is_corrected_where_steps_are_seen() -> None:
     costs = VerifyCosts(a_profile())
     rng = random.Random(1)
@@ -78,7 +107,7 @@ def test_what_is_not_seen_any_more_is_believed_less_and_less() -> None:
     for _ in range(100):
         costs.observe(16, 16, 0.0, 0.093)
     assert costs.seconds(16, 16) > 0.08
-    for _ in range(2000):
+    for _ in range(3000):
         costs.observe(4, 4, 0.0, 0.021)
     assert costs.seconds(16, 16) < 0.04
 

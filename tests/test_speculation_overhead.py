@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+
 import pytest
 
 from specserve.speculation.looks import Looks
@@ -19,6 +22,16 @@ def test_what_asking_and_verifying_cost_beside_the_forward_is_told_apart() -> No
     assert overhead.plain(9) == pytest.approx(1.6e-3, rel=0.01)
     assert overhead.per_ask == pytest.approx(3e-5, rel=0.01)
     assert overhead.per_guess == pytest.approx(2e-5, rel=0.01)
+
+
+def test_noise_on_a_step_is_no_price_of_asking() -> None:
+    """It is as large where one row of sixteen is asked, and falls on both sides."""
+    overhead, rng, found = Overhead(), random.Random(1), []
+    for step in range(4000):
+        asked = step % 2
+        overhead.observe(16, asked, 0, 1e-3 * rng.lognormvariate(0, 0.2) + 1e-5 * asked)
+        found.append(overhead.per_ask)
+    assert statistics.mean(found[500:]) < 4e-5
 
 
 def test_before_any_plain_step_nothing_is_blamed_on_guesses() -> None:

@@ -5,7 +5,7 @@ A target forward of m packed tokens, L of them with logits, that attend to `atte
     (all[m] - head[m] + head[L] + slope * attended) * level[size class of m] * speed
 
 `all` (every token has logits) and `head` are staircases of the start-up profile. `level` follows
-each size class slowly and `speed` follows the whole machine quickly, so that a busy neighbour slows
+each size class slowly and `speed` follows the whole machine quickly and first, so that a busy neighbour slows
 every prediction alike and teaches nothing about sizes. Each takes the median of its class's last
 observations, cut to a factor of 3: one outlier moves nothing.
 """
@@ -22,8 +22,9 @@ import msgspec
 
 _FACTOR: Final = 3.0  # further away than this an observation is cut
 _SLOW: Final = 0.05
-_DRIFT: Final = 0.002
-_SHARED: Final = 0.7
+_DRIFT: Final = 0.001
+_LEVEL: Final = 0.04
+_PROFILED: Final = 6  # observations that the profile of a size counts as
 _READING: Final = 16  # known tokens per row from which a call is one that reads
 _FAST: Final = 0.2
 
@@ -75,8 +76,8 @@ class VerifyCosts:
     def __init__(self, profile: Profile = UNMEASURED) -> None:
         self._profile = profile
         self._sizes = [size.num_tokens for size in profile.sizes]
-        weight = 0 if profile is UNMEASURED else 4
-        self._levels = [RobustMean(1.0, _SLOW, weight=weight) for _ in self._sizes]
+        weight = 0 if profile is UNMEASURED else _PROFILED
+        self._levels = [RobustMean(1.0, _LEVEL, weight=weight) for _ in self._sizes]
         self._speed = RobustMean(1.0, _FAST, weight=4)
         self._all: list[float] = [0.0]  # by number of tokens, grown on demand
         self._head: list[float] = [0.0]
@@ -131,16 +132,13 @@ class VerifyCosts:
         expected = expected or self.seconds(num_tokens, num_logits, attended)
         level = self._levels[self._class[num_tokens]]
         ratio = seconds * level.value * self._speed.value / max(expected, 1e-9)
-        before = level.value
-        level.add(ratio)
+        # First what is the machine's, then what is left for the size: more likely the machine has
+        # changed than that size alone.
         self._speed.add(ratio / level.value)
-        # A size that is not seen follows the one that is, for the most part: more likely the
-        # machine has changed than that size alone. And in the long run altogether, so that what
-        # was once found too dear will be tried again.
-        follow = 1.0 + _SHARED * (level.value / before - 1.0)
+        level.add(ratio / self._speed.value)
+        # In the long run all follow, so that what was once found too dear will be tried again.
         for other in self._levels:
             if other is not level:
-                other.value *= follow
                 other.value += _DRIFT * (level.value - other.value)
 
     def observe_choosing(self, num_emitted: int, seconds: float) -> None:

@@ -14,8 +14,34 @@ from typing import Final
 from specserve.speculation.costs import RobustMean
 
 _SLOW: Final = 0.05
+_FOLLOW: Final = 0.02
 _SHARED_ROWS: Final = 7  # a step costs as much as so many rows do (1 to 16 rows, measured)
 _LEAST: Final = 1e-9  # a mean that has been 0 would stay there
+
+
+class _Share:
+    """What one of a step's asks or guesses costs, from what such steps take more than plain ones.
+
+    Noise falls on both sides of that difference and is as large for one ask as for many, so sums are
+    divided, and only what comes out is cut at 0.
+    """
+
+    def __init__(self) -> None:
+        self._more = 0.0
+        self._number = 0.0
+        self._count = 0
+
+    @property
+    def value(self) -> float:
+        return max(0.0, self._more / self._number) if self._count else 0.0
+
+    def add(self, more: float, number: int, plain: float) -> None:
+        """more: seconds beyond what else is known of the step; plain: of one without any"""
+        self._count += 1
+        most = plain / 2  # beyond that it is something else: a busy neighbour, a collection
+        rate = max(_FOLLOW, 1.0 / self._count)
+        self._more += rate * (min(max(more, -most), most) - self._more)
+        self._number += rate * (number - self._number)
 
 
 class Overhead:
@@ -23,8 +49,8 @@ class Overhead:
 
     def __init__(self) -> None:
         self._plain = RobustMean(0.0, _SLOW)
-        self._per_ask = RobustMean(0.0, _SLOW)
-        self._per_guess = RobustMean(0.0, _SLOW)
+        self._per_ask = _Share()
+        self._per_guess = _Share()
 
     @property
     def is_known(self) -> bool:
@@ -52,7 +78,7 @@ class Overhead:
             return
         elif not num_guesses:
             more = seconds - self.plain(num_rows)
-            self._per_ask.add(max(_LEAST, more / num_asked))
+            self._per_ask.add(more, num_asked, self.plain(num_rows))
         else:
             more = seconds - self.plain(num_rows) - self.per_ask * num_asked
-            self._per_guess.add(max(_LEAST, more / num_guesses))
+            self._per_guess.add(more, num_guesses, self.plain(num_rows))
