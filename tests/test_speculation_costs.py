@@ -39,6 +39,15 @@ def test_a_measured_dip_is_noise_and_never_a_reason_to_guess_more() -> None:
     assert all(before <= after for before, after in pairwise(ladder))
 
 
+def test_a_learned_dip_is_no_reason_either() -> None:
+    costs = VerifyCosts(a_profile())
+    for _ in range(100):
+        costs.observe(16, 16, 0.0, 0.06)
+        costs.observe(17, 17, 0.0, 0.04)
+    ladder = costs.ladder(16, 16, 0.0, 0.0, 15)
+    assert all(before <= after for before, after in pairwise(ladder))
+
+
 def test_prompt_tokens_have_no_row_of_logits_and_long_contexts_cost() -> None:
     costs = VerifyCosts(a_profile(per_attended=1e-6))
     assert costs.seconds(32, 1) < costs.seconds(32, 32)

@@ -5,8 +5,8 @@ A target forward of m packed tokens, L of them with logits, that attend to `atte
     (all[m] - head[m] + head[L] + slope * attended) * level[size class of m] * speed
 
 `all` (every token has logits) and `head` are staircases of the start-up profile. `level` follows
-each size class slowly and `speed` follows the whole machine quickly and first, so that a busy neighbour slows
-every prediction alike and teaches nothing about sizes. Each takes the median of its class's last
+each size class slowly and `speed` follows the whole machine quickly and first, so that a busy
+neighbour slows every prediction alike and teaches little about sizes. Each takes the median of its class's last
 observations, cut to a factor of 3: one outlier moves nothing.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 from statistics import median_low
 from typing import Final
 
@@ -22,9 +23,10 @@ import msgspec
 
 _FACTOR: Final = 3.0  # further away than this an observation is cut
 _SLOW: Final = 0.05
-_DRIFT: Final = 0.001
-_LEVEL: Final = 0.04
-_PROFILED: Final = 6  # observations that the profile of a size counts as
+_LEVEL: Final = 0.02
+_PROFILED: Final = 10  # observations that the profile of a size counts as
+_UNSEEN: Final = 64  # observations of other sizes
+_DRIFT: Final = 0.002
 _READING: Final = 16  # known tokens per row from which a call is one that reads
 _FAST: Final = 0.2
 
@@ -78,6 +80,8 @@ class VerifyCosts:
         self._sizes = [size.num_tokens for size in profile.sizes]
         weight = 0 if profile is UNMEASURED else _PROFILED
         self._levels = [RobustMean(1.0, _LEVEL, weight=weight) for _ in self._sizes]
+        self._seen_at = [0] * len(self._levels)
+        self._num_observed = 0
         self._speed = RobustMean(1.0, _FAST, weight=4)
         self._all: list[float] = [0.0]  # by number of tokens, grown on demand
         self._head: list[float] = [0.0]
@@ -98,6 +102,8 @@ class VerifyCosts:
     ) -> list[float]:
         """Seconds of a forward with 0, 1, ..., `most` guesses beside num_tokens known tokens.
 
+        Never falling: that more tokens take less time is noise, and no reason to guess.
+
         per_guess: keys that a guess attends to, on average
         """
         if num_tokens + most >= len(self._all):
@@ -108,16 +114,16 @@ class VerifyCosts:
         slope = self._profile.per_attended * per_guess
         start = self._profile.per_attended * attended - slope * num_tokens
         end = num_tokens + most + 1
+        sizes = range(num_tokens, end)
         if num_logits == num_tokens:  # decode rows alone
-            return [
-                (whole[m] + start + slope * m) * factors[class_of[m]]
-                for m in range(num_tokens, end)
+            rungs = [(whole[m] + start + slope * m) * factors[class_of[m]] for m in sizes]
+        else:
+            shift = num_logits - num_tokens
+            rungs = [
+                (whole[m] - head[m] + head[m + shift] + start + slope * m) * factors[class_of[m]]
+                for m in sizes
             ]
-        shift = num_logits - num_tokens
-        return [
-            (whole[m] - head[m] + head[m + shift] + start + slope * m) * factors[class_of[m]]
-            for m in range(num_tokens, end)
-        ]
+        return list(accumulate(rungs, max))
 
     def observe(
         self,
@@ -136,9 +142,11 @@ class VerifyCosts:
         # changed than that size alone.
         self._speed.add(ratio / level.value)
         level.add(ratio / self._speed.value)
-        # In the long run all follow, so that what was once found too dear will be tried again.
-        for other in self._levels:
-            if other is not level:
+        # What is not seen for long follows, so that what was once found too dear is tried again.
+        self._num_observed += 1
+        self._seen_at[self._class[num_tokens]] = self._num_observed
+        for other, seen_at in zip(self._levels, self._seen_at, strict=True):
+            if self._num_observed - seen_at > _UNSEEN:
                 other.value += _DRIFT * (level.value - other.value)
 
     def observe_choosing(self, num_emitted: int, seconds: float) -> None:
