@@ -6,8 +6,8 @@ A target forward of m packed tokens, L of them with logits, that attend to `atte
 
 `all` (every token has logits) and `head` are staircases of the start-up profile. `level` follows
 each size class slowly and `speed` follows the whole machine quickly and first, so that a busy
-neighbour slows every prediction alike and teaches little about sizes. Each takes the median of its class's last
-observations, cut to a factor of 3: one outlier moves nothing.
+neighbour slows every prediction alike and teaches little about sizes. Each takes the median of its
+class's last observations, cut to a factor of 3: one outlier moves nothing.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ _LEAST: Final = 1e-9  # a mean that has been 0 would stay there
 class _Share:
     """What one of a step's asks or guesses costs, from what such steps take more than plain ones.
 
-    Noise falls on both sides of that difference and is as large for one ask as for many, so sums are
-    divided, and only what comes out is cut at 0.
+    Noise falls on both sides of that difference and is as large for one ask as for many, so sums
+    are divided, and only what comes out is cut at 0.
     """
 
     def __init__(self) -> None:
