@@ -66,6 +66,16 @@ def test_a_model_that_is_not_worth_it_is_looked_at_at_doubling_distances() -> No
     assert seen == [0, 2, 6, 14, 30, 46]
 
 
+def test_a_look_put_off_changes_no_distance() -> None:
+    looks = Looks(["model"])
+    looks.missed("model", 0)
+    looks.put_off("model", 2, 16)
+    assert [step for step in range(10) if looks.is_due("model", step)] == [7, 8, 9]
+    looks.missed("model", 7)
+    assert not looks.is_due("model", 10)
+    assert looks.is_due("model", 11)
+
+
 def test_rows_share_the_looks_at_a_drafter_that_finds_nothing() -> None:
     world = a_world({"ngram": Kind(0.0, per_row=2e-5)}, num_seqs=16, costs=CostTable())
     world.run(400)

@@ -147,8 +147,10 @@ class Controller:
                 if call is not None and goodput > bar:
                     best, bar = call, goodput
                     self._looks.found(name)
-                elif not without.num_chosen:  # else what beat it is gone with this step
+                elif not without.num_chosen:
                     self._looks.missed(name, self._step_idx)
+                else:  # what beat it is soon gone, but of many rows a look takes time
+                    self._looks.put_off(name, self._step_idx, len(rows))
         call = best or self._trial(costly, rows)
         if call is None:
             return None

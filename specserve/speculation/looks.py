@@ -7,6 +7,7 @@ from typing import Final
 
 _LONGEST_WAIT: Final = 16  # steps
 _SHARE: Final = 0.002  # of the time
+_ROWS_PER_STEP: Final = 4  # looked at: it takes 25 us per row (measured at 16 rows)
 _LONGEST_SPREAD: Final = 32  # steps
 
 
@@ -28,6 +29,10 @@ class Looks:
         """It was not: wait twice as long as the last time."""
         self._wait[name] = min(2 * self._wait[name], _LONGEST_WAIT)
         self._due_at[name] = step_idx + self._wait[name]
+
+    def put_off(self, name: str, step_idx: int, num_rows: int) -> None:
+        """It was not, and that says little: look again soon, but the later the longer it takes."""
+        self._due_at[name] = step_idx + num_rows // _ROWS_PER_STEP + 1
 
     def took(self, name: str, step_idx: int, seconds: float, step_seconds: float) -> None:
         """A look takes `seconds`: the next one so much later that looks take _SHARE of the time."""
