@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 
@@ -176,10 +177,11 @@ async def test_a_storm_of_clients_that_vanish_leaves_nothing_behind() -> None:
     async with a_server(says("x", then=None)) as server:
         assert (await server.complete(max_tokens=3)).status == 200
         await has_connections(server, 0)
+        gc.collect()  # what earlier tests left is not this one's
         files = open_files()
         for _ in range(10):
             await asyncio.gather(*(_visit(server.port, luck) for _ in range(50)))
         await server.is_idle()
         await has_connections(server, 0)
-        assert open_files() == files
+        assert open_files() <= files
         assert (await server.complete(max_tokens=3)).json()["choices"][0]["text"] == "xxx"
