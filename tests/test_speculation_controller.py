@@ -7,6 +7,7 @@ computed from rates and costs where they are constant, and run where they are no
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -20,7 +21,7 @@ from specserve.speculation.hindsight import (
     look_back,
 )
 from specserve.speculation.recording import Recording
-from tests.speculation_world import CostTable, Kind, Rate, World, a_world
+from tests.speculation_world import PROMPT, CostTable, Kind, Rate, World, a_world, truth
 
 CPU = CostTable()
 LINEAR = CostTable(base=0.010, free=1, per_tile=0.012, per_token=0.0008)
@@ -233,3 +234,51 @@ def test_a_model_guesses_in_every_step_in_which_copying_finds_nothing() -> None:
     world = a_world(kinds, num_seqs=1).run(1000)
     without = sum(1 for step in world.steps[400:] if not step.num_guesses[0])
     assert without < 0.02 * 600
+
+
+class Texts:
+    """One row, text after text, and a model whose rate depends on the place."""
+
+    def __init__(self, rate: Callable[[int, int], float], length: int) -> None:
+        self._length = length
+        costs = CostTable(base=0.0055, free=1, per_tile=0.0, per_token=0.0005, host=0.0006)
+        self._rate = rate
+        kind = Kind(
+            lambda seq_id, position, depth, step: self._rate(seq_id, position),
+            per_call=0.0005,
+            per_step=0.0004,
+            per_row=0.00003,
+            keeps_kv=True,
+        )
+        self._world = a_world({"model": kind}, num_seqs=1, costs=costs)
+        self.off = off(costs, 1)
+
+    def now(self, rate: Callable[[int, int], float]) -> None:
+        self._next()
+        self._rate = rate
+
+    def goodput_of(self, num_tokens: int) -> float:
+        world = self._world
+        before, spent = world.num_emitted, world.clock.spent
+        while world.num_emitted - before < num_tokens:
+            world.step()
+            [history] = world.histories.values()
+            if len(history) >= len(PROMPT) + self._length:
+                self._next()
+        return (world.num_emitted - before) / (world.clock.spent - spent)
+
+    def _next(self) -> None:
+        world = self._world
+        [(seq_id, request)] = world.requests.items()
+        world.speculator.forget([seq_id])
+        world.requests, world.kv_lens = {seq_id + 1: request}, {}
+        world.histories = {seq_id + 1: [*PROMPT, truth(seq_id + 1, 3)]}
+
+
+def test_texts_that_cannot_be_guessed_are_soon_told_from_hard_places_in_others() -> None:
+    """After much chat, whose guesses fail for a while and then succeed, texts of random tokens: the
+    first five of them pay for what is learned."""
+    texts = Texts(lambda seq_id, position: 0.15 if (position // 8 + seq_id) % 2 else 0.7, length=67)
+    assert texts.goodput_of(12_000) > 1.08 * texts.off
+    texts.now(lambda seq_id, position: 0.05)
+    assert texts.goodput_of(320) > 0.91 * texts.off

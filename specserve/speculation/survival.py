@@ -31,7 +31,9 @@ _DEPTHS: Final = 7
 _DEPTH_BIN: Final = (0, 0, 1, 2, 3, 4, 4, 5, 5, 5, 5, *(6,) * 54)
 _PER_KIND: Final = _HABITS * _DEPTHS
 _LEAN: Final = 6.0  # outcomes that the wider count is worth in a cell
-_FULL: Final = 512.0  # halve a cell's counts here: what was long ago matters less
+_FULL: Final = 256.0  # halve a cell's counts here: what was long ago matters less
+_FIRST_HABIT: Final = 0.4
+_HABIT_COUNTS: Final = 4  # outcomes that it is worth: three misses in a row make no bad request
 _STALE: Final = 256  # outcomes after which all cells look again at the wider counts
 
 
@@ -71,13 +73,13 @@ class Habit:
     __slots__ = ("bin", "count", "rate")
 
     def __init__(self) -> None:
-        self.rate = 0.5
+        self.rate = _FIRST_HABIT
         self.count = 0
         self.bin = _UNKNOWN
 
     def add(self, right: bool) -> None:
         self.count += 1
-        weight = max(0.08, 1.0 / (self.count + 1))
+        weight = max(0.06, 1.0 / (self.count + _HABIT_COUNTS))
         self.rate += weight * (right - self.rate)
         self.bin = min(int(self.rate * (_HABITS - 1)), _HABITS - 2)
 
