@@ -340,6 +340,7 @@ def test_a_reply_can_be_stopped_and_the_server_hears_of_it(browser: Browser, by:
         else:
             page.keyboard.press("Escape")
         expect(page.get_by_role("alert")).to_have_text("Stopped.")
+        page.wait_for_timeout(1000)  # the server hears of it before the text can end
         pace.allow(10)
         expect(page.locator("#running")).to_have_text("0")
         assert server.recorder.requests[0].finish_reason == "abort"
