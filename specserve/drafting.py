@@ -93,14 +93,17 @@ def is_chain(draft: Draft) -> bool:
     return draft.parents == _chain_parents(len(draft.parents))
 
 
-def num_levels(draft: Draft) -> int:
-    """Levels of guesses."""
-    if is_chain(draft):
-        return len(draft.token_ids)
+def node_depths(draft: Draft) -> list[int]:
+    """1 for a guess that follows the last known token, 2 for its children, and so on."""
     depths: list[int] = []
     for parent in draft.parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths)
+    return depths
+
+
+def num_levels(draft: Draft) -> int:
+    """Levels of guesses."""
+    return len(draft.token_ids) if is_chain(draft) else max(node_depths(draft))
 
 
 def leading(draft: Draft, num_nodes: int) -> Draft:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
-from specserve.drafting import Draft, is_chain
+from specserve.drafting import Draft, is_chain, node_depths
 from specserve.types import RowPlan
 from specserve_kernels.interface import PagedBatch
 
@@ -56,14 +56,6 @@ def pack(rows: Seq[RowPlan], drafts: Seq[Draft], block_size: int, *, vocab_size:
         block_size=block_size,
     )
     return PackedStep(input_ids, positions, batch, logits_indices, scored_indices, num_logits)
-
-
-def node_depths(draft: Draft) -> list[int]:
-    """1 for a guess that follows the last known token, 2 for its children, and so on."""
-    depths: list[int] = []
-    for parent in draft.parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return depths
 
 
 def _segment_parents(num_known: int, draft: Draft) -> tuple[int, ...]:

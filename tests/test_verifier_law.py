@@ -23,9 +23,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from specserve.drafting import Draft
+from specserve.drafting import Draft, node_depths
 from specserve.noise import F64, Noise, Purpose, at_node, gumbel_of
-from specserve.packing import node_depths
 from specserve.sampler import choose, draft_choice, process_logits
 from specserve.sampler.rows import LogitsRow
 from specserve.types import Request, VerifyRule
