@@ -147,20 +147,20 @@ def test_a_served_text_tells_which_of_all_proposed_guesses_were_right(
     server = start(
         tmp_path,
         "--model",
-        str(a_target(target)),
+        str(a_target(target, layers=8)),
         "--record-steps",
         str(file),
         "--backend",
         "reference",
-    )  # slow: guesses are worth it
+    )  # slow, and asked the same again and again: guesses are worth it on any machine
     drafted = accepted = 0
 
     def ask(idx: int) -> tuple[int, int]:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         reply = client.completions.create(
             model=str(target),
-            prompt="w5 w6 w7 w8 " * 4 + f"w{9 + idx}",
-            temperature=0.0 if idx % 2 else 1.0,
+            prompt="w5 w6 w7 w8 " * 4 + f"w{9 + idx % 4}",
+            temperature=(idx % 2) * 0.05,  # nearly the same texts: some guesses are wrong
             seed=idx,
             max_tokens=60,
             extra_body={"ignore_eos": True},
@@ -173,7 +173,7 @@ def test_a_served_text_tells_which_of_all_proposed_guesses_were_right(
 
     try:
         with ThreadPoolExecutor(4) as pool:
-            for one in pool.map(ask, range(12)):
+            for one in pool.map(ask, range(24)):
                 drafted, accepted = drafted + one[0], accepted + one[1]
         server.process.send_signal(signal.SIGTERM)
         said, _ = server.process.communicate(timeout=60)
