@@ -33,7 +33,7 @@ async def test_the_json_report_holds_settings_numbers_and_requests_but_no_key(
     assert "secret" not in text
     report = json.loads(text)
     assert report["schema"] == "specserve.loadgen/1"
-    assert report["settings"]["load"] == {"kind": "closed", "concurrency": 2}
+    assert report["settings"]["load"] == {"kind": "closed", "concurrency": 2, "ramp": 0.0}
     assert report["acceptance"]["mean_acceptance_length"] == 3.5
     assert [len(request["chunks"]) for request in report["requests"]] == [3, 3, 3]
     again = msgspec.json.decode(text, type=Report)

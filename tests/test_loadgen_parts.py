@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from itertools import islice, pairwise, takewhile
 from math import isclose
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -16,9 +14,9 @@ from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 from specserve_loadgen import latency
+from specserve_loadgen.arrivals import arrival_times
 from specserve_loadgen.crosscheck import COUNTERS, counter_deltas, parse_counters
-from specserve_loadgen.errors import LoadgenError
-from specserve_loadgen.pacing import drive, poisson_arrivals
+from specserve_loadgen.pacing import drive
 from specserve_loadgen.progress import Progress
 from specserve_loadgen.prompts import load_prompts
 from specserve_loadgen.records import Chunk, Failure, RequestRecord
@@ -58,9 +56,9 @@ def test_vectors_of_unequal_length_add_up_by_position() -> None:
 
 
 def test_poisson_arrivals_have_exponential_gaps_and_repeat_with_their_seed() -> None:
-    times = list(islice(poisson_arrivals(50.0, seed=3), 4000))
-    assert times == list(islice(poisson_arrivals(50.0, seed=3), 4000))
-    assert times != list(islice(poisson_arrivals(50.0, seed=4), 4000))
+    times = list(islice(arrival_times(OpenLoop(50.0), seed=3), 4000))
+    assert times == list(islice(arrival_times(OpenLoop(50.0), seed=3), 4000))
+    assert times != list(islice(arrival_times(OpenLoop(50.0), seed=4), 4000))
     gaps = [after - before for before, after in pairwise([0.0, *times])]
     assert scipy_stats.kstest(gaps, "expon", args=(0, 1 / 50)).pvalue > 0.001
 
@@ -73,8 +71,8 @@ async def test_an_open_loop_of_a_duration_starts_exactly_the_arrivals_before_its
 
     settings = Settings(url="http://x", load=OpenLoop(500.0), duration=0.1, seed=9)
     zero = time.perf_counter()
-    await drive(settings, 3, send, lambda: time.perf_counter() - zero)
-    due = list(takewhile(lambda seconds: seconds < 0.1, poisson_arrivals(500.0, seed=9)))
+    await drive(settings, load_prompts(None), send, lambda: time.perf_counter() - zero)
+    due = list(takewhile(lambda seconds: seconds < 0.1, arrival_times(OpenLoop(500.0), seed=9)))
     assert started == list(enumerate(due))
 
 
@@ -151,7 +149,7 @@ def test_latency_counts_from_the_schedule_when_the_client_itself_is_late_and_it_
     assert report.latency.ttft_from_schedule.mean == pytest.approx(0.9)
     assert report.throughput.seconds == pytest.approx(2.9)
     (warning,) = report.warnings
-    assert "400.0 ms late" in warning
+    assert "3 of 3 requests late, 400.0 ms on average" in warning
 
 
 def test_a_punctual_client_is_not_warned_about() -> None:
@@ -208,58 +206,3 @@ def test_a_delta_needs_both_scrapes() -> None:
     text = "specserve_generated_tokens_total 5\n"
     assert counter_deltas(text, "specserve_generated_tokens_total 9\n") == {"output tokens": 4}
     assert counter_deltas(None, text) == counter_deltas(text, None) == {}
-
-
-# ---- prompts -----------------------------------------------------------------------------------
-
-
-def test_the_shipped_pack_covers_its_categories_evenly_and_interleaved() -> None:
-    prompts = load_prompts(None)
-    counts = Counter(prompt.category for prompt in prompts)
-    assert set(counts) == {
-        *("chat", "code", "math", "summarise", "edit", "translation", "json", "repetition")
-    }
-    assert min(counts.values()) >= 7
-    assert len({prompt.category for prompt in prompts[:8]}) == 8
-    assert len({prompt.prompt_id for prompt in prompts}) == len(prompts)
-    assert len({prompt.messages for prompt in prompts}) == len(prompts)
-
-
-def test_every_documented_file_format_is_read(tmp_path: Path) -> None:
-    jsonl = tmp_path / "p.jsonl"
-    jsonl.write_text(
-        '{"prompt": "a\u2028b", "id": "x"}\n\n'
-        '{"turns": ["first", "second"], "question_id": 81, "category": "writing"}\n'
-        '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}\n',
-        encoding="utf-8",
-    )
-    found = {p.prompt_id: [m.content for m in p.messages] for p in load_prompts(str(jsonl))}
-    assert found == {"x": ["a\u2028b"], "81": ["first"], "4": ["s", "u"]}
-    text = tmp_path / "p.txt"
-    text.write_text("one\n\n two \r\n", encoding="utf-8")
-    assert [p.messages[0].content for p in load_prompts(str(text))] == ["one", "two"]
-
-
-def test_only_the_named_categories_are_taken() -> None:
-    assert {p.category for p in load_prompts(None, ["json", "math"])} == {"json", "math"}
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ('{"prompt": "a"}\n{"question": "b", "x": 1}', "line 2: needs one of prompt, turns, "),
-        ('{"question": "b", "x": 1}', "its keys are question, x"),
-        ('{"prompt": 5}', "line 1: Expected"),
-        ("{", "line 1: "),
-        ('["a"]', "line 1: Expected"),
-        ('{"turns": []}', "needs one of"),
-        ("\n\n", "holds no prompts"),
-    ],
-)
-def test_a_bad_prompts_file_is_refused_by_line(tmp_path: Path, content: str, words: str) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text(content)
-    with pytest.raises(LoadgenError) as caught:
-        load_prompts(str(path))
-    assert words in str(caught.value)
-    assert str(path) in str(caught.value)

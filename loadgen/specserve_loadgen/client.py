@@ -16,8 +16,8 @@ import aiohttp
 import msgspec
 
 from specserve_loadgen.errors import LoadgenError
-from specserve_loadgen.prompts import Prompt
-from specserve_loadgen.records import Failure, RequestRecord
+from specserve_loadgen.prompt import Prompt
+from specserve_loadgen.records import Failure, RequestRecord, Turn
 from specserve_loadgen.reply import Reply
 from specserve_loadgen.settings import Settings
 from specserve_loadgen.sse import SseParser
@@ -36,11 +36,13 @@ def request_body(settings: Settings, model: str, prompt: Prompt, request_idx: in
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "return_token_ids": True,
-        "max_tokens": limit_of(settings, request_idx),
+        "max_tokens": prompt.max_tokens or limit_of(settings, request_idx),
         "seed": settings.seed + request_idx,
     }
     if settings.endpoint == "chat":
         body["messages"] = prompt.messages
+    elif prompt.token_ids:
+        body["prompt"] = prompt.token_ids
     else:
         body["prompt"] = "\n".join(message.content for message in prompt.messages)
     if settings.temperature is not None:
@@ -75,6 +77,7 @@ class Client:
         self._settings = settings
         self._clock = clock
         self._zero = 0.0
+        self._model = ""
         self._headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
         self._auth = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
@@ -106,7 +109,7 @@ class Client:
         return self._clock() - self._zero
 
     async def find_model(self) -> str:
-        """The model to ask for, and proof that a server is there. Raises LoadgenError."""
+        """The model that `send` asks for, and proof that a server is there. LoadgenError."""
         url = self._settings.url
         try:
             async with self._session.get(f"{url}/v1/models") as response:
@@ -120,17 +123,16 @@ class Client:
             raise LoadgenError(
                 f"--url {url}: HTTP {status}, {http_error_message(body)}: give --api-key"
             )
-        if self._settings.model is not None:
-            return self._settings.model
         try:
-            models = msgspec.json.decode(body, type=ModelList).data if status == 200 else []
+            cards = msgspec.json.decode(body, type=ModelList).data if status == 200 else []
         except msgspec.DecodeError:
-            models = []
-        if not models:
+            cards = []
+        if not cards and self._settings.model is None:
             raise LoadgenError(
                 f"--url {url}: /v1/models (HTTP {status}) lists no model: give --model"
             )
-        return models[0].id
+        self._model = self._settings.model or cards[0].id
+        return self._model
 
     async def server_version(self) -> str | None:
         """What GET /version says, or None where there is no such route."""
@@ -156,15 +158,10 @@ class Client:
             return None
 
     async def send(
-        self,
-        model: str,
-        prompt: Prompt,
-        request_idx: int,
-        scheduled: float | None,
-        take: Callable[[RequestRecord], None],
-    ) -> None:
-        """Send one request and hand its record to `take`, also when cancelled on the way."""
-        body = request_body(self._settings, model, prompt, request_idx)
+        self, prompt: Prompt, turn: Turn, take: Callable[[RequestRecord], None]
+    ) -> tuple[RequestRecord, str]:
+        """The request's record and answer. `take` gets the record also when cancelled."""
+        body = request_body(self._settings, self._model, prompt, turn.request_idx)
         reply = Reply()
         failure: Failure | None = Failure(kind="cancelled", message="this client was stopped")
         sent = self.now()
@@ -179,16 +176,9 @@ class Client:
             failure = Failure(kind="connection_lost", message=_reason(error))
         finally:
             ended = self.now() if reply.done_at is None else reply.done_at
-            record = reply.record(
-                request_idx=request_idx,
-                prompt_id=prompt.prompt_id,
-                category=prompt.category,
-                scheduled=scheduled,
-                sent=sent,
-                ended=ended,
-                failure=failure,
-            )
+            record = reply.record(turn=turn, prompt=prompt, sent=sent, ended=ended, failure=failure)
             take(record)
+        return record, reply.text
 
     async def _stream_anew_if_stale(self, body: bytes, reply: Reply) -> Failure | None:
         """A kept connection may be closed by the server while the request is on its way.

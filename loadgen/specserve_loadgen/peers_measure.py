@@ -20,6 +20,7 @@ from specserve_loadgen.records import RequestRecord
 from specserve_loadgen.run import run_load
 from specserve_loadgen.settings import ClosedLoop, Settings
 from specserve_loadgen.stats import percentile
+from specserve_loadgen.words import WORDS
 
 CHAT = ("chat", "math", "code", "translation")
 EDIT = ("edit", "repetition", "summarise")
@@ -28,16 +29,6 @@ PREFILL_REQUESTS = 3
 PREFILL_TOKENS = 512
 WARMUP_REQUESTS = 4
 WARMUP_TOKENS = 16
-
-# One token each in the vocabularies of byte-level BPE tokenizers, with the space before.
-WORD_LIST = (
-    "time year people way day man thing woman life child world school state family student group "
-    "country problem hand part place case week company system program question work number night "
-    "point home water room mother area money story fact month lot right study book eye job word "
-    "business issue side kind head house service friend father power hour game line end member law "
-    "car city community name president team minute idea body information back parent face others "
-    "level office door health person art war history party result change morning reason research"
-)
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +98,7 @@ def prefill_prompts(count: int, seed: int) -> list[Prompt]:
         Prompt(
             prompt_id=f"prefill-{idx}",
             category="prefill",
-            messages=(Message("user", " ".join(rng.choices(WORD_LIST.split(), k=PREFILL_TOKENS))),),
+            messages=(Message("user", " ".join(rng.choices(WORDS, k=PREFILL_TOKENS))),),
         )
         for idx in range(count)
     ]

@@ -30,10 +30,21 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     retry_after: str | None = None  # the header, as sent
 
 
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """Which request it is, and when it should leave."""
+
+    request_idx: int
+    session_idx: int | None = None  # of its conversation; None: a warm-up request
+    turn_idx: int = 0
+    scheduled: float | None = None  # None: when the user is ready
+
+
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Times are seconds on the run's clock, which starts with the measured load."""
 
     request_idx: int
+    session_idx: int | None = None
+    turn_idx: int = 0
     prompt_id: str
     category: str
     scheduled: float | None  # open loop: when it should have been sent

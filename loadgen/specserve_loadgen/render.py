@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from specserve_loadgen.acceptance import Acceptance
 from specserve_loadgen.report import Report, Throughput
-from specserve_loadgen.settings import ClosedLoop
+from specserve_loadgen.settings import ClosedLoop, Load, TraceReplay
 from specserve_loadgen.stats import SAMPLES_FOR, Distribution
 
 MISSING = "-"
@@ -19,6 +19,7 @@ def render(report: Report) -> str:
         sections += [
             _latency(report),
             _throughput(report.throughput),
+            _goodput(report),
             _speculation(report.acceptance),
             _categories(report),
             _cross_check(report),
@@ -40,18 +41,24 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def _head(report: Report) -> str:
     settings = report.settings
-    load = settings.load
-    pace = (
-        f"{load.concurrency} concurrent"
-        if isinstance(load, ClosedLoop)
-        else f"Poisson arrivals, {load.rate:g} requests/s"
-    )
+    pace = describe_load(settings.load)
     ended = f", stopped early ({report.num_stopped} cut off)" if report.interrupted else ""
     return (
         f"{report.model} at {settings.url} · {settings.endpoint} · {pace}\n"
         f"{report.num_requests} requests in {report.throughput.seconds:.2f} s: "
         f"{report.num_succeeded} succeeded, {report.num_failed} failed{ended}"
     )
+
+
+def describe_load(load: Load) -> str:
+    if isinstance(load, ClosedLoop):
+        text = f"{load.concurrency} concurrent"
+    elif isinstance(load, TraceReplay):
+        return f"a trace's times, {load.speed:g} times as fast"
+    else:
+        shape = f" of shape {load.burstiness:g}" if load.arrivals == "gamma" else ""
+        text = f"{load.arrivals} arrivals{shape}, {load.rate:g} requests/s"
+    return text + (f" after {load.ramp:g} s" if load.ramp else "")
 
 
 def _latency(report: Report) -> str:
@@ -104,6 +111,23 @@ def _throughput(measured: Throughput) -> str:
     ]
     if measured.num_lost_output_tokens:
         rows.append(["output tokens of failed requests", str(measured.num_lost_output_tokens)])
+    return table(rows)
+
+
+def _goodput(report: Report) -> str:
+    good, slo = report.goodput, report.settings.slo
+    if good is None or slo is None:
+        return ""
+    known = {name: getattr(slo, name) for name in slo.__struct_fields__}  # its own fields
+    limits = ", ".join(f"{n} {v * 1e3:g} ms" for n, v in known.items() if v is not None)
+    rows = [
+        [f"goodput ({limits})", ""],
+        ["good requests/s", _number(good.requests_per_second)],
+        ["good requests", f"{good.num_good} of {good.num_judged} ({_share(good.share)})"],
+    ]
+    rows += [
+        [f"over {name}" if name != "failed" else name, str(n)] for name, n in good.broken.items()
+    ]
     return table(rows)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from specserve_loadgen.records import Chunk, CountedBy, Failure, RequestRecord
+from specserve_loadgen.prompt import Prompt
+from specserve_loadgen.records import Chunk, CountedBy, Failure, RequestRecord, Turn
 from specserve_loadgen.sse import SseEvent
 from specserve_loadgen.wire import (
     Metrics,
@@ -33,6 +34,12 @@ class Reply:
         self._finish_reason: str | None = None
         self._metrics = Metrics()
         self._malformed_metrics: str | None = None
+        self._answer: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The answer so far, without reasoning: what a next turn is sent with."""
+        return "".join(self._answer)
 
     def on_event(self, event: SseEvent, now: float) -> Failure | None:
         """Take one event that arrived at `now`; a Failure ends the request."""
@@ -59,6 +66,8 @@ class Reply:
         if chunk.choices:
             choice = chunk.choices[0]
             self._finish_reason = choice.finish_reason or self._finish_reason
+            if choice.answer:
+                self._answer.append(choice.answer)
             self._on_tokens(choice.token_ids, choice.has_text, chunk.usage, now)
         if chunk.usage is not None:
             self._usage = chunk.usage
@@ -91,10 +100,8 @@ class Reply:
     def record(
         self,
         *,
-        request_idx: int,
-        prompt_id: str,
-        category: str,
-        scheduled: float | None,
+        turn: Turn,
+        prompt: Prompt,
         sent: float,
         ended: float,
         failure: Failure | None,
@@ -102,10 +109,12 @@ class Reply:
         usage = self._usage
         details = None if usage is None else usage.prompt_tokens_details
         return RequestRecord(
-            request_idx=request_idx,
-            prompt_id=prompt_id,
-            category=category,
-            scheduled=scheduled,
+            request_idx=turn.request_idx,
+            session_idx=turn.session_idx,
+            turn_idx=turn.turn_idx,
+            prompt_id=prompt.prompt_id,
+            category=prompt.category,
+            scheduled=turn.scheduled,
             sent=sent,
             ended=ended,
             first_text=self._first_text,

@@ -16,6 +16,7 @@ import msgspec
 from specserve_loadgen import latency
 from specserve_loadgen.acceptance import Acceptance, acceptance
 from specserve_loadgen.crosscheck import CrossCheck, cross_check
+from specserve_loadgen.goodput import Goodput, goodput
 from specserve_loadgen.records import RequestRecord
 from specserve_loadgen.run import RunResult
 from specserve_loadgen.settings import Settings
@@ -70,6 +71,7 @@ class Generator(msgspec.Struct, frozen=True, kw_only=True):
     """This client's own lateness, which is in the numbers above."""
 
     dispatch_delay: Distribution | None  # open loop: sent - scheduled
+    num_late: int  # sent more than LATE_FLOOR after their scheduled time
     loop_lag: Distribution | None
 
 
@@ -94,6 +96,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     num_stopped: int
     latency: Latencies
     throughput: Throughput
+    goodput: Goodput | None = None  # None: no limits were set
     errors: tuple[ErrorCount, ...]
     acceptance: Acceptance
     categories: tuple[CategoryReport, ...]
@@ -108,11 +111,13 @@ def make_report(settings: Settings, result: RunResult) -> Report:
     succeeded = [r for r in records if r.succeeded]
     num_stopped = sum(r.failure is not None and r.failure.kind == "cancelled" for r in records)
     latencies = _latencies(succeeded)
+    delays = _known(latency.dispatch_delay(r) for r in records)
     generator = Generator(
-        dispatch_delay=distribution(_known(latency.dispatch_delay(r) for r in records)),
+        dispatch_delay=distribution(delays),
+        num_late=sum(delay > LATE_FLOOR for delay in delays),
         loop_lag=distribution(result.loop_lags),
     )
-    checked = cross_check(records, result.server_deltas)
+    throughput = _throughput(records)
     return Report(
         schema=SCHEMA,
         started_at=result.started_at,
@@ -126,11 +131,12 @@ def make_report(settings: Settings, result: RunResult) -> Report:
         num_failed=len(records) - len(succeeded) - num_stopped,
         num_stopped=num_stopped,
         latency=latencies,
-        throughput=_throughput(records),
+        throughput=throughput,
+        goodput=goodput(records, settings.slo, throughput.seconds) if settings.slo else None,
         errors=_errors(records),
         acceptance=acceptance(records),
         categories=_categories(records),
-        cross_check=checked,
+        cross_check=cross_check(records, result.server_deltas),
         generator=generator,
         warnings=(*_warnings(result, succeeded), *_lateness(generator, latencies)),
         requests=records,
@@ -228,8 +234,9 @@ def _lateness(generator: Generator, latencies: Latencies) -> list[str]:
     delay, lag = generator.dispatch_delay, generator.loop_lag
     if delay is not None and delay.mean > limit:
         warnings.append(
-            f"this client sent requests {delay.mean * 1e3:.1f} ms late on average (worst "
-            f"{delay.max * 1e3:.0f} ms): it cannot keep up; latencies from the schedule include it"
+            f"this client sent {generator.num_late} of {delay.count} requests late, "
+            f"{delay.mean * 1e3:.1f} ms on average (worst {delay.max * 1e3:.0f} ms): "
+            "it cannot keep up; latencies from the schedule include it"
         )
     if lag is not None and lag.mean > limit:
         warnings.append(

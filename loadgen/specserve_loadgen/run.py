@@ -12,11 +12,12 @@ import msgspec
 
 from specserve_loadgen import pacing
 from specserve_loadgen.client import Client
+from specserve_loadgen.conversation import Conversations
 from specserve_loadgen.crosscheck import counter_deltas, reply_counts
 from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.progress import Progress
-from specserve_loadgen.prompts import Prompt
-from specserve_loadgen.records import RequestRecord
+from specserve_loadgen.prompt import Prompt
+from specserve_loadgen.records import RequestRecord, Turn
 from specserve_loadgen.settings import ClosedLoop, Settings
 
 WARMUP_USERS = 4  # of an open loop: warm enough, and no burst
@@ -50,20 +51,18 @@ async def run_load(
     async with Client(settings, api_key, clock) as client:
         model = await client.find_model()
         version = await client.server_version()
-        num_failed_warmups = await _warm_up(client, settings, prompts, model)
+        num_failed_warmups = await _warm_up(client, settings, prompts)
         before = await client.metrics_text()
         records: list[RequestRecord] = []
         started_at = time.time()
-        with Progress(_num_expected(settings, len(prompts)), show_progress) as progress:
+        with Progress(pacing.num_requests(settings, prompts), show_progress) as progress:
 
             def take(record: RequestRecord) -> None:
                 records.append(record)
                 progress.on_record(record)
 
             async with _lag_probe() as lags:
-                interrupted = await _until_interrupted(
-                    _load(client, settings, prompts, model, take)
-                )
+                interrupted = await _until_interrupted(_load(client, settings, prompts, take))
         deltas = await _settled_deltas(client, before, records)
     return RunResult(
         model=model,
@@ -77,31 +76,18 @@ async def run_load(
     )
 
 
-def _num_expected(settings: Settings, num_prompts: int) -> int | None:
-    if settings.num_requests is None and settings.duration is None:
-        return num_prompts
-    return settings.num_requests
-
-
 async def _load(
     client: Client,
     settings: Settings,
     prompts: Sequence[Prompt],
-    model: str,
     take: Callable[[RequestRecord], None],
 ) -> None:
     client.start_clock()
-
-    async def send(request_idx: int, scheduled: float | None) -> None:
-        prompt = prompts[request_idx % len(prompts)]
-        await client.send(model, prompt, request_idx, scheduled, take)
-
-    await pacing.drive(settings, len(prompts), send, client.now)
+    conversations = Conversations(settings, prompts, client, take)
+    await pacing.drive(settings, prompts, conversations.send, client.now)
 
 
-async def _warm_up(
-    client: Client, settings: Settings, prompts: Sequence[Prompt], model: str
-) -> int:
+async def _warm_up(client: Client, settings: Settings, prompts: Sequence[Prompt]) -> int:
     """Requests that are in no number, with the last prompts so that a short run meets fresh ones.
 
     Returns how many failed; raises LoadgenError when all did, since the run would be nothing else.
@@ -112,13 +98,13 @@ async def _warm_up(
         if not record.succeeded:
             failed.append(record)
 
-    async def send(request_idx: int, scheduled: float | None) -> None:
-        prompt = prompts[-1 - request_idx % len(prompts)]
-        await client.send(model, prompt, request_idx, scheduled, take)
+    async def send(session_idx: int, scheduled: float | None) -> None:
+        prompt = prompts[-1 - session_idx % len(prompts)]
+        await client.send(prompt, Turn(request_idx=session_idx, scheduled=scheduled), take)
 
     load = settings.load
-    num_users = load.concurrency if isinstance(load, ClosedLoop) else WARMUP_USERS
-    await pacing.closed_loop(num_users, range(settings.warmup), send, may_start=lambda: True)
+    users = ClosedLoop(load.concurrency if isinstance(load, ClosedLoop) else WARMUP_USERS)
+    await pacing.closed_loop(users, range(settings.warmup), send, may_start=lambda: True)
     if failed and len(failed) == settings.warmup:
         failure = failed[0].failure
         reason = "unknown" if failure is None else f"{failure.kind}: {failure.message}"

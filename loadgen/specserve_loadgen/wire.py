@@ -24,6 +24,10 @@ class Choice(msgspec.Struct, frozen=True):
     token_ids: list[int] | None = None  # of this chunk alone, when return_token_ids is honoured
 
     @property
+    def answer(self) -> str | None:
+        return self.text if self.delta is None else self.delta.content
+
+    @property
     def has_text(self) -> bool:
         if self.text:
             return True
