@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -42,7 +40,7 @@ from specserve_loadgen.peers_report import (
 )
 from specserve_loadgen.peers_servers import Lineup, Running, lineup
 from specserve_loadgen.prompts import Message, Prompt, load_prompts
-from tests.peer_words import PEER_SERVER, a_server
+from tests.peer_words import a_server
 from tests.small_tokenizers import saved, words
 from tests.tiny_models import random_weights, tiny_config
 
@@ -291,26 +289,6 @@ def test_a_failing_request_is_a_line_of_the_report_and_not_the_end(tmp_path: Pat
     chat = next(one for one in report.measured if one.cell == CHAT_1)
     assert (chat.num_failed, chat.failure) == (1, "http_500: told to fail")
     assert report.turns[0].memory is not None
-
-
-def test_a_comparison_that_is_ended_leaves_no_server_behind(tmp_path: Path) -> None:
-    serve = f"{sys.executable} {PEER_SERVER} --delay 30"
-    arguments = ["--serve", serve, "--model-dir", str(tmp_path), "--cache", str(tmp_path)]
-    comparison = subprocess.Popen(
-        [sys.executable, "-m", "specserve", "loadgen", "peers", *arguments, "--only", "bf16"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert comparison.stderr is not None
-    while "ready after" not in comparison.stderr.readline():
-        assert comparison.poll() is None
-    servers = [pid for pid in process_tree(comparison.pid) if pid != comparison.pid]
-    comparison.send_signal(signal.SIGTERM)
-    assert "TOKENS PER SECOND" in comparison.communicate()[0]
-    assert comparison.returncode == 130
-    assert servers
-    assert not any(process_tree(pid) for pid in servers)
 
 
 def test_servers_can_be_chosen_by_parts_of_their_names() -> None:

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from specserve_loadgen.ended import run_until_ended
 from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.peers_install import default_cache, install
 from specserve_loadgen.peers_measure import Cell, Measured, Turn, make_cells, split_workloads
@@ -87,8 +87,6 @@ def run_peers(options: argparse.Namespace) -> int:
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise LoadgenError(f"--json {options.json}: its folder does not exist")
     prompts = load_prompts(settings.prompts_file)
-    # As Ctrl-C: the server that runs, in a session of its own, must not outlive this process.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     report, interrupted = compare(settings, chosen, prompts, cache / "logs", options.json)
     print(render(report))
     if interrupted:
@@ -171,39 +169,61 @@ def compare(
     logs: Path,
     json_file: Path | None,
 ) -> tuple[PeerReport, bool]:
-    """All rounds, and whether Ctrl-C ended them early. Logs of the servers go into `logs`."""
+    """All rounds, and whether SIGINT or SIGTERM ended them early. Logs of servers go to `logs`."""
     logs.mkdir(parents=True, exist_ok=True)
-    cells = make_cells(settings.concurrency)
-    report = PeerReport(
-        started_at=time.time(),
-        environment=describe_machine(),
-        settings=settings,
-        servers=chosen.servers,
-        left_out=dict(chosen.left_out),
-        turns=(),
-        measured=(),
-    )
-    try:
-        for round_idx in range(settings.rounds):
-            for server in chosen.servers:
-                say(f"round {round_idx + 1}/{settings.rounds}: {server.name}")
-                measured: list[Measured] = []
-                turn = Turn(
-                    server.name,
-                    split_workloads(prompts),
-                    round_idx=round_idx,
-                    max_tokens=settings.max_tokens,
-                )
-                notes = asyncio.run(take_turn(server, turn, cells, logs, measured))
-                report = msgspec.structs.replace(
-                    report,
-                    turns=(*report.turns, notes),
-                    measured=(*report.measured, *measured),
-                )
-                _write(complete(report), json_file)
-    except KeyboardInterrupt:
-        return complete(report), True
-    return complete(report), False
+    comparison = Comparison(settings, chosen, prompts, logs, json_file)
+    interrupted = run_until_ended(comparison.run())
+    return complete(comparison.report), interrupted
+
+
+class Comparison:
+    """report: of the turns that have ended"""
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        chosen: Lineup,
+        prompts: Sequence[Prompt],
+        logs: Path,
+        json_file: Path | None,
+    ) -> None:
+        self._workloads = split_workloads(prompts)
+        self._logs = logs
+        self._json_file = json_file
+        self.report = PeerReport(
+            started_at=time.time(),
+            environment=describe_machine(),
+            settings=settings,
+            servers=chosen.servers,
+            left_out=dict(chosen.left_out),
+            turns=(),
+            measured=(),
+        )
+
+    async def run(self) -> None:
+        num_rounds = self.report.settings.rounds
+        for round_idx in range(num_rounds):
+            for server in self.report.servers:
+                say(f"round {round_idx + 1}/{num_rounds}: {server.name}")
+                await self._turn(server, round_idx)
+                _write(complete(self.report), self._json_file)
+
+    async def _turn(self, server: Server, round_idx: int) -> None:
+        settings = self.report.settings
+        measured: list[Measured] = []
+        turn = Turn(
+            server.name,
+            self._workloads,
+            round_idx=round_idx,
+            max_tokens=settings.max_tokens,
+        )
+        cells = make_cells(settings.concurrency)
+        notes = await take_turn(server, turn, cells, self._logs, measured)
+        self.report = msgspec.structs.replace(
+            self.report,
+            turns=(*self.report.turns, notes),
+            measured=(*self.report.measured, *measured),
+        )
 
 
 async def take_turn(

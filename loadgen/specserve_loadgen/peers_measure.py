@@ -139,14 +139,12 @@ class Turn:
         """
         prompts = prefill_prompts(WARMUP_REQUESTS, seed=-1)
         settings = self._settings(url, "completions", WARMUP_REQUESTS, len(prompts), WARMUP_TOKENS)
-        result = await run_load(settings, prompts)
+        result = await run_load(settings, prompts, catch_sigint=False)
         failed = [record.failure for record in result.records if record.failure is not None]
         if len(failed) == len(result.records):
-            first = failed[0].message if failed else "interrupted"
-            raise LoadgenError(f"{self._server} answers no request: {first}")
+            raise LoadgenError(f"{self._server} answers no request: {failed[0].message}")
 
     async def measure(self, url: str, cell: Cell) -> Measured:
-        """Raises KeyboardInterrupt after Ctrl-C."""
         if cell.workload == "prefill":
             # Other texts in every round: a server may keep what it saw on disk.
             prompts = prefill_prompts(PREFILL_REQUESTS, seed=self.round_idx)
@@ -156,9 +154,7 @@ class Turn:
             count = max(LEAST_REQUESTS, cell.concurrency)
             prompts, num_repeated = self._supplies[cell.workload].take(count)
             settings = self._settings(url, "chat", cell.concurrency, count, self._max_tokens)
-        result = await run_load(settings, prompts)
-        if result.interrupted:
-            raise KeyboardInterrupt
+        result = await run_load(settings, prompts, catch_sigint=False)
         return measured(
             cell, self._server, self.round_idx, result.records, num_repeated=num_repeated
         )

@@ -42,10 +42,12 @@ async def run_load(
     *,
     api_key: str | None = None,
     show_progress: bool = False,
+    catch_sigint: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> RunResult:
     """Measure one server once. Ctrl-C ends the load early; the result then says `interrupted`.
 
+    catch_sigint: False where the caller does
     Raises LoadgenError when there is no server or every warm-up request fails.
     """
     async with Client(settings, api_key, clock) as client:
@@ -62,7 +64,8 @@ async def run_load(
                 progress.on_record(record)
 
             async with _lag_probe() as lags:
-                interrupted = await _until_interrupted(_load(client, settings, prompts, take))
+                load = _load(client, settings, prompts, take)
+                interrupted = await (_until_interrupted if catch_sigint else _to_its_end)(load)
         deltas = await _settled_deltas(client, before, records)
     return RunResult(
         model=model,
@@ -110,6 +113,11 @@ async def _warm_up(client: Client, settings: Settings, prompts: Sequence[Prompt]
         reason = "unknown" if failure is None else f"{failure.kind}: {failure.message}"
         raise LoadgenError(f"every one of {len(failed)} warm-up requests failed, first {reason}")
     return len(failed)
+
+
+async def _to_its_end(load: Coroutine[None, None, None]) -> bool:
+    await load
+    return False
 
 
 async def _until_interrupted(load: Coroutine[None, None, None]) -> bool:
