@@ -258,7 +258,7 @@ async def test_tokens_of_a_chunk_are_counted_by_the_best_means(
     assert record.num_output_tokens == 8
     sizes = [chunk.num_tokens for chunk in record.chunks]
     assert sizes == ([1, 1, 1] if source == "chunks" else [1, 3, 4])
-    assert any("counted as one token" in n for n in report.cross_check.notes) == (not usage)
+    assert any("a chunk was counted as one" in n for n in report.cross_check.notes) == (not usage)
 
 
 # ---- load --------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Self
 import aiohttp
 import msgspec
 
+from specserve_loadgen.engines import REQUEST_FIELDS, UNKNOWN, engine_of
 from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.prompt import Prompt
 from specserve_loadgen.records import Failure, RequestRecord, Turn
@@ -29,9 +30,12 @@ _GOLDEN = (5**0.5 - 1) / 2  # multiples of it fill the interval evenly
 DRAIN_SECONDS = 0.5  # after [DONE], for the body to end so that its connection can be reused
 
 
-def request_body(settings: Settings, model: str, prompt: Prompt, request_idx: int) -> bytes:
+def request_body(
+    settings: Settings, model: str, prompt: Prompt, request_idx: int, engine: str = UNKNOWN
+) -> bytes:
     """The JSON of one request. Options that were not given are not sent."""
     body: dict[str, object] = {
+        **REQUEST_FIELDS.get(engine, {}),
         "model": model,
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
@@ -78,6 +82,7 @@ class Client:
         self._clock = clock
         self._zero = 0.0
         self._model = ""
+        self.engine = UNKNOWN  # until `find_model`
         self._headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
         self._auth = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
@@ -131,6 +136,7 @@ class Client:
             raise LoadgenError(
                 f"--url {url}: /v1/models (HTTP {status}) lists no model: give --model"
             )
+        self.engine = engine_of(cards[0].owned_by if cards else None)
         self._model = self._settings.model or cards[0].id
         return self._model
 
@@ -161,7 +167,7 @@ class Client:
         self, prompt: Prompt, turn: Turn, take: Callable[[RequestRecord], None]
     ) -> tuple[RequestRecord, str]:
         """The request's record and answer. `take` gets the record also when cancelled."""
-        body = request_body(self._settings, self._model, prompt, turn.request_idx)
+        body = request_body(self._settings, self._model, prompt, turn.request_idx, self.engine)
         reply = Reply()
         failure: Failure | None = Failure(kind="cancelled", message="this client was stopped")
         sent = self.now()

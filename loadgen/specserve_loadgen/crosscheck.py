@@ -12,32 +12,42 @@ from collections.abc import Sequence
 import msgspec
 
 from specserve_loadgen.acceptance import acceptance, contradictions
+from specserve_loadgen.engines import UNKNOWN, not_learnt
 from specserve_loadgen.records import RequestRecord
+from specserve_loadgen.server_times import TimeCheck, time_checks
 
 SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{.*\})?[ \t]+(\S+)")
 CHUNK_TOLERANCE = 0.02  # of tokens per step: chunks may coalesce now and then
 
-# Ours first, then vLLM's (its names arrive with colons or, escaped, with underscores).
+# Ours, vLLM's, SGLang's, llama.cpp's; names arrive with colons or, escaped, with underscores.
 COUNTERS = {
     "output tokens": (
         "specserve_generated_tokens_total",
         "vllm:generation_tokens_total",
         "vllm_generation_tokens_total",
+        "sglang:generation_tokens_total",
+        "sglang_generation_tokens_total",
+        "llamacpp:tokens_predicted_total",
     ),
     "steps with drafts": (
         "specserve_spec_steps_total",
         "vllm:spec_decode_num_drafts_total",
         "vllm_spec_decode_num_drafts_total",
+        "sglang:spec_verify_calls_total",
+        "sglang_spec_verify_calls_total",
+        "llamacpp:spec_decode_num_drafts_total",
     ),
     "draft tokens": (
         "specserve_spec_draft_tokens_total",
         "vllm:spec_decode_num_draft_tokens_total",
         "vllm_spec_decode_num_draft_tokens_total",
+        "llamacpp:spec_decode_num_draft_tokens_total",
     ),
     "accepted draft tokens": (
         "specserve_spec_accepted_tokens_total",
         "vllm:spec_decode_num_accepted_tokens_total",
         "vllm_spec_decode_num_accepted_tokens_total",
+        "llamacpp:spec_decode_num_accepted_tokens_total",
     ),
     "tokens of steps with drafts": ("specserve_spec_emitted_tokens_total",),
 }
@@ -55,6 +65,7 @@ class Count(msgspec.Struct, frozen=True, kw_only=True):
 class CrossCheck(msgspec.Struct, frozen=True, kw_only=True):
     counts: tuple[Count, ...]
     disagreements: tuple[str, ...]
+    times: tuple[TimeCheck, ...] = ()
     notes: tuple[str, ...]  # why something could not be compared
 
 
@@ -94,10 +105,17 @@ def reply_counts(records: Sequence[RequestRecord]) -> dict[str, int]:
         counts["accepted draft tokens"] = pooled.num_accepted_draft_tokens
         counts["tokens of steps with drafts"] = pooled.num_spec_emitted_tokens
         counts["target steps"] = pooled.num_steps
+    if succeeded and all(r.timings is not None for r in succeeded):
+        # As llama.cpp counts: what a text's end cuts off was accepted, too.
+        counts["accepted draft tokens"] = sum(
+            r.timings.draft_n_accepted for r in succeeded if r.timings is not None
+        )
     return counts
 
 
-def cross_check(records: Sequence[RequestRecord], deltas: dict[str, int]) -> CrossCheck:
+def cross_check(
+    records: Sequence[RequestRecord], deltas: dict[str, int], engine: str = UNKNOWN
+) -> CrossCheck:
     """Compare the three sources over the measured requests.
 
     deltas: movement of the server's counters, by the names of COUNTERS; {} if it has none
@@ -107,7 +125,8 @@ def cross_check(records: Sequence[RequestRecord], deltas: dict[str, int]) -> Cro
     chunks: dict[str, int] = {}
     if succeeded and all(r.counted_by != "chunks" for r in succeeded):
         chunks["output tokens"] = sum(r.num_chunk_tokens for r in succeeded)
-        chunks["target steps"] = sum(1 for r in succeeded for c in r.chunks if c.num_tokens)
+        if all(r.timings is None for r in succeeded):  # llama.cpp sends a chunk per token
+            chunks["target steps"] = sum(1 for r in succeeded for c in r.chunks if c.num_tokens)
     counts = tuple(
         Count(name=n, replies=replies.get(n), server=deltas.get(n), chunks=chunks.get(n))
         for n in (*COUNTERS, "target steps")
@@ -118,13 +137,29 @@ def cross_check(records: Sequence[RequestRecord], deltas: dict[str, int]) -> Cro
         disagreements += _against_server(count, num_failed)
         disagreements += _against_chunks(count)
     disagreements += _reply_contradictions(succeeded)
-    if not deltas:
-        notes.append("the server has no /metrics with counters known here")
-    elif num_failed:
+    if deltas and num_failed:
         notes.append(f"/metrics also counts {num_failed} requests that failed or were stopped")
-    if succeeded and not chunks:
-        notes.append("chunks carry neither token ids nor usage: a chunk was counted as one token")
-    return CrossCheck(counts=counts, disagreements=tuple(disagreements), notes=tuple(notes))
+    if succeeded:
+        notes += [f"not learnt: {text}" for text in not_learnt(engine, _known(records, deltas))]
+    return CrossCheck(
+        counts=counts,
+        disagreements=tuple(disagreements),
+        times=time_checks(records),
+        notes=tuple(notes),
+    )
+
+
+def _known(records: Sequence[RequestRecord], deltas: dict[str, int]) -> list[str]:
+    """What could be learnt, by the names of `not_learnt`."""
+    succeeded = [r for r in records if r.succeeded]
+    spec = [r.speculative for r in succeeded if r.speculative is not None]
+    facts = {
+        "speculation": bool(spec),
+        "steps": not spec or any(s.acceptance_histogram or not s.num_spec_steps for s in spec),
+        "server": bool(deltas),
+        "tokens": all(r.counted_by != "chunks" for r in succeeded),
+    }
+    return [name for name, known in facts.items() if known]
 
 
 def _against_server(count: Count, num_failed: int) -> list[str]:

@@ -6,9 +6,10 @@ from typing import Literal
 
 import msgspec
 
+from specserve_loadgen.engines import Timings
 from specserve_loadgen.wire import SpecserveMetrics, SpeculativeDecoding
 
-CountedBy = Literal["token_ids", "usage", "chunks"]
+CountedBy = Literal["token_ids", "usage", "timings", "chunks"]
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -61,6 +62,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     specserve: SpecserveMetrics | None
     malformed_metrics: str | None = None  # `metrics` was sent but has another shape
     failure: Failure | None = None
+    timings: Timings | None = None  # llama.cpp's own
 
     @property
     def succeeded(self) -> bool:

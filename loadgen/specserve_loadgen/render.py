@@ -44,7 +44,7 @@ def _head(report: Report) -> str:
     pace = describe_load(settings.load)
     ended = f", stopped early ({report.num_stopped} cut off)" if report.interrupted else ""
     return (
-        f"{report.model} at {settings.url} · {settings.endpoint} · {pace}\n"
+        f"{report.model} at {settings.url} ({report.engine}) · {settings.endpoint} · {pace}\n"
         f"{report.num_requests} requests in {report.throughput.seconds:.2f} s: "
         f"{report.num_succeeded} succeeded, {report.num_failed} failed{ended}"
     )
@@ -199,11 +199,20 @@ def _cross_check(report: Report) -> str:
     for count in checked.counts:
         values = (count.replies, count.server, count.chunks)
         rows.append([count.name, *(MISSING if v is None else str(v) for v in values)])
+    lines = [table(rows)]
+    if checked.times:
+        times = [["seconds of all requests", "client", "server", "client/server", "n"]]
+        for check in checked.times:
+            share = check.client_seconds / check.server_seconds if check.server_seconds else None
+            seconds = (check.client_seconds, check.server_seconds, share)
+            cells = [_number(value, 3) for value in seconds]
+            times.append([check.name, *cells, str(check.num_requests)])
+        lines.append(table(times))
     verdict = "DISAGREE" if checked.disagreements else "agree where they can be compared"
-    lines = [f"the three sources {verdict}"]
+    lines.append(f"the three sources {verdict}")
     lines += [f"  ! {text}" for text in checked.disagreements]
     lines += [f"  note: {text}" for text in checked.notes]
-    return table(rows) + "\n" + "\n".join(lines)
+    return "\n".join(lines)
 
 
 def _errors(report: Report) -> str:

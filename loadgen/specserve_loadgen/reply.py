@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from specserve_loadgen.engines import (
+    StepsFromTimings,
+    decode_sglext,
+    decode_timings,
+    from_sglang,
+)
 from specserve_loadgen.prompt import Prompt
 from specserve_loadgen.records import Chunk, CountedBy, Failure, RequestRecord, Turn
 from specserve_loadgen.sse import SseEvent
@@ -35,6 +41,7 @@ class Reply:
         self._metrics = Metrics()
         self._malformed_metrics: str | None = None
         self._answer: list[str] = []
+        self._steps = StepsFromTimings()
 
     @property
     def text(self) -> str:
@@ -63,23 +70,33 @@ class Reply:
     def _on_chunk(self, chunk: StreamChunk, now: float) -> None:
         if bytes(chunk.metrics) != NULL:
             self._on_metrics(bytes(chunk.metrics))
+        if bytes(chunk.sglext) != NULL:
+            self._on_sglext(bytes(chunk.sglext))
+        timed = self._on_timings(bytes(chunk.timings)) if bytes(chunk.timings) != NULL else None
         if chunk.choices:
             choice = chunk.choices[0]
             self._finish_reason = choice.finish_reason or self._finish_reason
             if choice.answer:
                 self._answer.append(choice.answer)
-            self._on_tokens(choice.token_ids, choice.has_text, chunk.usage, now)
+            self._on_tokens(choice.token_ids, choice.has_text, chunk.usage, timed, now)
         if chunk.usage is not None:
             self._usage = chunk.usage
 
     def _on_tokens(
-        self, token_ids: list[int] | None, has_text: bool, usage: Usage | None, now: float
+        self,
+        token_ids: list[int] | None,
+        has_text: bool,
+        usage: Usage | None,
+        timed: int | None,
+        now: float,
     ) -> None:
         source: CountedBy
         if token_ids is not None:
             num_tokens, source = len(token_ids), "token_ids"
         elif usage is not None:
             num_tokens, source = max(0, usage.completion_tokens - self._num_tokens), "usage"
+        elif timed is not None:
+            num_tokens, source = timed, "timings"
         else:
             num_tokens, source = int(has_text), "chunks"
         if not num_tokens and not has_text:
@@ -96,6 +113,23 @@ class Reply:
             self._metrics = decode_metrics(raw)
         except msgspec.DecodeError as error:
             self._malformed_metrics = str(error)
+
+    def _on_timings(self, raw: bytes) -> int | None:
+        """How many tokens the chunk brought; None where it does not tell."""
+        try:
+            return self._steps.on_timings(decode_timings(raw))
+        except msgspec.DecodeError as error:
+            self._malformed_metrics = str(error)
+            return None
+
+    def _on_sglext(self, raw: bytes) -> None:
+        try:
+            details = decode_sglext(raw).spec_tokens_details
+        except msgspec.DecodeError as error:
+            self._malformed_metrics = str(error)
+            return
+        if details is not None:
+            self._metrics = Metrics(speculative_decoding=from_sglang(details))
 
     def record(
         self,
@@ -124,11 +158,12 @@ class Reply:
             num_prompt_tokens=None if usage is None else usage.prompt_tokens,
             num_cached_tokens=None if details is None else details.cached_tokens,
             finish_reason=self._finish_reason,
-            speculative=self._metrics.speculative_decoding,
+            speculative=self._metrics.speculative_decoding or self._steps.speculative(),
             specserve=self._metrics.specserve,
             malformed_metrics=self._malformed_metrics,
             failure=failure,
+            timings=self._steps.last,
         )
 
 
-_WEAKNESS: tuple[CountedBy, ...] = ("token_ids", "usage", "chunks")
+_WEAKNESS: tuple[CountedBy, ...] = ("token_ids", "usage", "timings", "chunks")

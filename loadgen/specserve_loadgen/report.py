@@ -16,6 +16,7 @@ import msgspec
 from specserve_loadgen import latency
 from specserve_loadgen.acceptance import Acceptance, acceptance
 from specserve_loadgen.crosscheck import CrossCheck, cross_check
+from specserve_loadgen.engines import UNKNOWN
 from specserve_loadgen.goodput import Goodput, goodput
 from specserve_loadgen.records import RequestRecord
 from specserve_loadgen.run import RunResult
@@ -89,6 +90,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     environment: Environment
     model: str
     server_version: str | None
+    engine: str = UNKNOWN
     interrupted: bool
     num_requests: int
     num_succeeded: int
@@ -125,6 +127,7 @@ def make_report(settings: Settings, result: RunResult) -> Report:
         environment=_environment(),
         model=result.model,
         server_version=result.server_version,
+        engine=result.engine,
         interrupted=result.interrupted,
         num_requests=len(records),
         num_succeeded=len(succeeded),
@@ -136,7 +139,7 @@ def make_report(settings: Settings, result: RunResult) -> Report:
         errors=_errors(records),
         acceptance=acceptance(records),
         categories=_categories(records),
-        cross_check=cross_check(records, result.server_deltas),
+        cross_check=cross_check(records, result.server_deltas, result.engine),
         generator=generator,
         warnings=(*_warnings(result, succeeded), *_lateness(generator, latencies)),
         requests=records,

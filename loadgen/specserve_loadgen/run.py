@@ -14,6 +14,7 @@ from specserve_loadgen import pacing
 from specserve_loadgen.client import Client
 from specserve_loadgen.conversation import Conversations
 from specserve_loadgen.crosscheck import counter_deltas, reply_counts
+from specserve_loadgen.engines import UNKNOWN
 from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.progress import Progress
 from specserve_loadgen.prompt import Prompt
@@ -28,6 +29,7 @@ METRICS_PATIENCE = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)  # seconds to wait before eac
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     server_version: str | None
+    engine: str = UNKNOWN  # what kind of server it is
     started_at: float  # time.time()
     records: tuple[RequestRecord, ...]  # in order of request_idx
     server_deltas: dict[str, int]
@@ -70,6 +72,7 @@ async def run_load(
     return RunResult(
         model=model,
         server_version=version,
+        engine=client.engine,
         started_at=started_at,
         records=tuple(sorted(records, key=lambda record: record.request_idx)),
         server_deltas=deltas,

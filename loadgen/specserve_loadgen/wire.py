@@ -51,6 +51,8 @@ class StreamChunk(msgspec.Struct, frozen=True):
     choices: list[Choice] | None = None
     usage: Usage | None = None
     metrics: msgspec.Raw = msgspec.Raw(b"null")
+    timings: msgspec.Raw = msgspec.Raw(b"null")  # llama.cpp
+    sglext: msgspec.Raw = msgspec.Raw(b"null")  # SGLang
     error: msgspec.Raw = msgspec.Raw(b"null")
 
 
@@ -64,6 +66,8 @@ class SpeculativeDecoding(msgspec.Struct, frozen=True, kw_only=True):
     draft_acceptance_rate: float | None = None
     acceptance_histogram: list[int] = []  # [K+1] steps that accepted j guesses
     num_spec_tokens: int = 0  # K
+    per_step_accepted: list[int] | None = None  # of every step with drafts, when asked for
+    per_step_drafted: list[int] | None = None
 
     @property
     def num_emitted_tokens(self) -> int:
@@ -102,6 +106,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 class ModelCard(msgspec.Struct, frozen=True):
     id: str
+    owned_by: str | None = None  # tells which engine it is
 
 
 class ModelList(msgspec.Struct, frozen=True):
