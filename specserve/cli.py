@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("draft", help="`draft train`, `draft eval`: drafts for a target of yours")
     commands.add_parser("loadgen", help="load a server and measure it (see loadgen --help)")
     commands.add_parser("study", help="experiments: `study never-slower`, `study regret`")
-    commands.add_parser("trace", help="`trace export FILE --format jaeger-json -o OUT`")
+    commands.add_parser("trace", help="read traces: `trace FILE`, `trace serve`, `trace export`")
     return parser
 
 
@@ -91,13 +91,10 @@ def main(argv: list[str] | None = None) -> int:
         from specserve_loadgen.study import main as study_main
 
         return study_main(arguments[1:])
-    if arguments[:2] == ["trace", "export"]:
-        from specserve_observability.jaeger import export_main
-
-        return export_main(arguments[2:])
     if arguments[:1] == ["trace"]:
-        print("usage: specserve trace export FILE --format jaeger-json -o OUT", file=sys.stderr)
-        return 2
+        from specserve_observability.trace_command import main as trace_main
+
+        return trace_main(arguments[1:])
     spin_briefly()
     options = _parser_for(arguments).parse_args(
         arguments[1:] if arguments[:1] == ["draft"] else arguments

@@ -49,7 +49,7 @@ def test_every_option_has_a_flag_with_its_default() -> None:
         (["serve", "--otlp-endpoint", "not a url"], "--otlp-endpoint"),
         (["serve", "--trace-file", "/nowhere/at/all"], "--trace-file"),
         (["pull", "./nowhere"], "nowhere"),
-        (["trace"], "usage: specserve trace export"),
+        (["trace"], "usage: specserve trace FILE"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line_and_exits_with_2(

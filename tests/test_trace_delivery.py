@@ -235,7 +235,7 @@ def test_a_real_trace_file_has_the_shape_jaegers_ui_reads(to_file: FileTracing) 
     assert exported.keys() == {"data"}
     found: dict[tuple[str, str], dict[str, object]] = {}
     for jaeger_trace in exported["data"]:
-        assert jaeger_trace.keys() == {"traceID", "spans", "processes"}
+        assert jaeger_trace.keys() == {"traceID", "spans", "processes", "warnings"}
         for span in jaeger_trace["spans"]:
             assert_jaeger_span(span, jaeger_trace)
             found[span["traceID"], span["spanID"]] = span

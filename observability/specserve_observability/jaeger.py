@@ -1,8 +1,9 @@
-"""A trace file (OTLP JSON lines) as what Jaeger's UI opens by upload.
+"""OTLP spans as Jaeger's JSON: what its UI opens by upload, and what its query API answers with.
 
 The UI reads `{"data": [{traceID, spans, processes}]}` from a plain file; OTLP JSON it can only
 send to a backend for conversion. Parents become CHILD_OF references and links FOLLOWS_FROM, events
-become logs. Times are microseconds since the epoch.
+become logs, scope, kind and status become tags, in Jaeger's order. Times are microseconds since
+the epoch.
 """
 
 from __future__ import annotations
@@ -14,104 +15,27 @@ from pathlib import Path
 
 import msgspec
 
+from .otlp_reading import (
+    ERROR_CODE,
+    KIND_NAMES,
+    SERVICE_NAME,
+    KeyValue,
+    OtlpEvent,
+    OtlpResource,
+    OtlpScope,
+    OtlpSpan,
+    ReadSpan,
+    TraceFileError,
+    read_lines,
+)
+
 Json = dict[str, object]
 
-_KIND_NAMES = {1: "internal", 2: "server", 3: "client", 4: "producer", 5: "consumer"}
-_ERROR_CODE = 2
+_OK_CODE = 1
+_MAX_SAFE_INTEGER = 2**53 - 1  # beyond it JavaScript rounds, so Jaeger writes text
 
 
-class TraceFileError(ValueError):
-    """A line that is not OTLP JSON; the message names the line."""
-
-
-class AnyValue(msgspec.Struct, rename="camel", omit_defaults=True):
-    string_value: str | None = None
-    bool_value: bool | None = None
-    int_value: int | str | None = None
-    double_value: float | None = None
-    array_value: ArrayValue | None = None
-    kvlist_value: KeyValueList | None = None
-
-    def plain(self) -> object:
-        if self.array_value is not None:
-            return [value.plain() for value in self.array_value.values]
-        if self.kvlist_value is not None:
-            return {pair.key: pair.value.plain() for pair in self.kvlist_value.values}
-        if self.int_value is not None:
-            return int(self.int_value)
-        for value in (self.string_value, self.bool_value, self.double_value):
-            if value is not None:
-                return value
-        return ""
-
-
-class ArrayValue(msgspec.Struct):
-    values: list[AnyValue] = []
-
-
-class KeyValue(msgspec.Struct):
-    key: str
-    value: AnyValue = msgspec.field(default_factory=AnyValue)
-
-
-class KeyValueList(msgspec.Struct):
-    values: list[KeyValue] = []
-
-
-class OtlpEvent(msgspec.Struct, rename="camel"):
-    time_unix_nano: int | str = 0
-    name: str = ""
-    attributes: list[KeyValue] = []
-
-
-class OtlpLink(msgspec.Struct, rename="camel"):
-    trace_id: str
-    span_id: str
-
-
-class OtlpStatus(msgspec.Struct):
-    code: int = 0
-    message: str = ""
-
-
-class OtlpSpan(msgspec.Struct, rename="camel"):
-    trace_id: str
-    span_id: str
-    name: str
-    start_time_unix_nano: int | str
-    end_time_unix_nano: int | str
-    parent_span_id: str = ""
-    kind: int = 0
-    attributes: list[KeyValue] = []
-    events: list[OtlpEvent] = []
-    links: list[OtlpLink] = []
-    status: OtlpStatus = msgspec.field(default_factory=OtlpStatus)
-
-
-class OtlpScope(msgspec.Struct):
-    name: str = ""
-    version: str = ""
-
-
-class ScopeSpans(msgspec.Struct):
-    spans: list[OtlpSpan] = []
-    scope: OtlpScope = msgspec.field(default_factory=OtlpScope)
-
-
-class OtlpResource(msgspec.Struct):
-    attributes: list[KeyValue] = []
-
-
-class ResourceSpans(msgspec.Struct, rename="camel"):
-    scope_spans: list[ScopeSpans] = []
-    resource: OtlpResource = msgspec.field(default_factory=OtlpResource)
-
-
-class TraceLine(msgspec.Struct, rename="camel"):
-    resource_spans: list[ResourceSpans]
-
-
-class _Trace:
+class JaegerTrace:
     """One Jaeger trace under construction: its spans, and a process per resource."""
 
     def __init__(self, trace_id: str) -> None:
@@ -120,42 +44,46 @@ class _Trace:
         self.processes: dict[str, Json] = {}
         self._process_ids: dict[bytes, str] = {}
 
-    def process_id(self, resource: OtlpResource) -> str:
-        key = msgspec.json.encode(resource.attributes)
-        known = self._process_ids.get(key)
+    def add(self, read: ReadSpan) -> None:
+        self.spans.append(_span(read.span, read.scope, self._process_id(read)))
+
+    def json(self) -> Json:
+        return {
+            "traceID": self.trace_id,
+            "spans": self.spans,
+            "processes": self.processes,
+            "warnings": None,
+        }
+
+    def _process_id(self, read: ReadSpan) -> str:
+        known = self._process_ids.get(read.raw_resource)
         if known is not None:
             return known
         process_id = f"p{len(self.processes) + 1}"
-        self._process_ids[key] = process_id
-        service = {pair.key: pair.value.plain() for pair in resource.attributes}.get("service.name")
-        rest = [pair for pair in resource.attributes if pair.key != "service.name"]
-        self.processes[process_id] = {"serviceName": str(service or "unknown"), "tags": _tags(rest)}
+        self._process_ids[read.raw_resource] = process_id
+        self.processes[process_id] = _process(read.resource)
         return process_id
 
-    def json(self) -> Json:
-        return {"traceID": self.trace_id, "spans": self.spans, "processes": self.processes}
+
+def jaeger_traces(spans: Iterable[ReadSpan]) -> list[Json]:
+    """Traces in order of first appearance."""
+    traces: dict[str, JaegerTrace] = {}
+    for read in spans:
+        trace_id = read.span.trace_id
+        trace = traces.get(trace_id)
+        if trace is None:
+            trace = traces[trace_id] = JaegerTrace(trace_id)
+        trace.add(read)
+    return [trace.json() for trace in traces.values()]
 
 
 def export_jaeger(lines: Iterable[str | bytes]) -> Json:
-    """Jaeger UI JSON of every span in the lines, traces in order of first appearance.
+    """Jaeger UI JSON of every span in the lines.
 
     Blank lines are skipped. Raises TraceFileError, naming the line, for anything else that is not
     an OTLP trace object.
     """
-    traces: dict[str, _Trace] = {}
-    decoder = msgspec.json.Decoder(TraceLine)
-    for line_num, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            for group in decoder.decode(line).resource_spans:
-                _add_group(traces, group)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise TraceFileError(
-                f"line {line_num} is not OTLP JSON ({error}): "
-                "remove the line, or export the file of a run that ended cleanly"
-            ) from error
-    return {"data": [trace.json() for trace in traces.values()]}
+    return {"data": jaeger_traces(read_lines(lines))}
 
 
 def export_main(argv: Sequence[str]) -> int:
@@ -181,27 +109,20 @@ def export_main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _add_group(traces: dict[str, _Trace], group: ResourceSpans) -> None:
-    for scope_spans in group.scope_spans:
-        for span in scope_spans.spans:
-            trace = traces.get(span.trace_id)
-            if trace is None:
-                trace = traces[span.trace_id] = _Trace(span.trace_id)
-            trace.spans.append(
-                _jaeger_span(span, scope_spans.scope, trace.process_id(group.resource))
-            )
+def _process(resource: OtlpResource) -> Json:
+    rest = [pair for pair in resource.attributes if pair.key != SERVICE_NAME]
+    return {"serviceName": resource.service, "tags": _tags(rest)}
 
 
-def _jaeger_span(span: OtlpSpan, scope: OtlpScope, process_id: str) -> Json:
-    start = int(span.start_time_unix_nano)
+def _span(span: OtlpSpan, scope: OtlpScope, process_id: str) -> Json:
     return {
         "traceID": span.trace_id,
         "spanID": span.span_id,
         "operationName": span.name,
         "references": _references(span),
-        "startTime": start // 1000,
-        "duration": (int(span.end_time_unix_nano) - start) // 1000,
-        "tags": _tags(span.attributes) + _derived_tags(span, scope),
+        "startTime": span.start_ns // 1000,
+        "duration": max(0, span.end_ns - span.start_ns) // 1000,
+        "tags": [*_scope_tags(scope), *_tags(span.attributes), *_derived_tags(span)],
         "logs": [_log(event) for event in span.events],
         "processID": process_id,
         "warnings": None,
@@ -221,25 +142,33 @@ def _reference(ref_type: str, trace_id: str, span_id: str) -> Json:
     return {"refType": ref_type, "traceID": trace_id, "spanID": span_id}
 
 
-def _derived_tags(span: OtlpSpan, scope: OtlpScope) -> list[Json]:
+def _scope_tags(scope: OtlpScope) -> list[Json]:
+    pairs = (("otel.scope.name", scope.name), ("otel.scope.version", scope.version))
+    return [_tag(key, value) for key, value in pairs if value]
+
+
+def _derived_tags(span: OtlpSpan) -> list[Json]:
     tags: list[Json] = []
-    if span.kind in _KIND_NAMES:
-        tags.append(_tag("span.kind", _KIND_NAMES[span.kind]))
-    if span.status.code == _ERROR_CODE:
-        tags.append(_tag("error", True))
+    if span.kind in KIND_NAMES:
+        tags.append(_tag("span.kind", KIND_NAMES[span.kind]))
+    if span.status.code == _OK_CODE:
+        tags.append(_tag("otel.status_code", "OK"))
+    if span.status.code == ERROR_CODE:
         tags.append(_tag("otel.status_code", "ERROR"))
-        if span.status.message:
-            tags.append(_tag("otel.status_description", span.status.message))
-    if scope.name:
-        tags.append(_tag("otel.scope.name", scope.name))
-    if scope.version:
-        tags.append(_tag("otel.scope.version", scope.version))
+        tags.append(_tag("error", True))
+    if span.status.message:
+        tags.append(_tag("otel.status_description", span.status.message))
+    if span.trace_state:
+        tags.append(_tag("w3c.tracestate", span.trace_state))
     return tags
 
 
 def _log(event: OtlpEvent) -> Json:
-    fields = [_tag("event", event.name), *_tags(event.attributes)]
-    return {"timestamp": int(event.time_unix_nano) // 1000, "fields": fields}
+    name = [_tag("event", event.name)] if event.name else []
+    return {
+        "timestamp": int(event.time_unix_nano) // 1000,
+        "fields": [*name, *_tags(event.attributes)],
+    }
 
 
 def _tags(pairs: Sequence[KeyValue]) -> list[Json]:
@@ -252,7 +181,8 @@ def _tag(key: str, value: object) -> Json:
         case bool():
             return {"key": key, "type": "bool", "value": value}
         case int():
-            return {"key": key, "type": "int64", "value": value}
+            safe = abs(value) <= _MAX_SAFE_INTEGER
+            return {"key": key, "type": "int64", "value": value if safe else str(value)}
         case float():
             return {"key": key, "type": "float64", "value": value}
         case str():
