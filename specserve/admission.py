@@ -93,6 +93,7 @@ def make_requests(
     priority: int = 0,
     cache_salt: str | None = None,
     traceparent: str | None = None,
+    traffic_class: str = "default",
     prediction_ids: Seq[int] = (),
     bad_word_ids: tuple[tuple[int, ...], ...] = (),
     with_steps: bool = False,
@@ -137,6 +138,7 @@ def make_requests(
             cache_salt=cache_salt or "",
             arrival_time=time.time(),
             traceparent=traceparent,
+            traffic_class=traffic_class,
             with_steps=with_steps,
         )
         for i in range(params.n)

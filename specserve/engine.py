@@ -127,6 +127,10 @@ class Engine:
             blocks_total=pool.num_total,
         )
 
+    def waiting_by_reason(self) -> dict[str, int]:
+        """Looks at every request that waits: for a scrape, not for every step."""
+        return self._scheduler.waiting_by_reason()
+
     async def run_off_loop(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run text work (tokenizing, templates) on a helper thread, context variables included."""
         context = contextvars.copy_context()
@@ -307,6 +311,7 @@ class Engine:
                 error=error,
                 predicted_seconds=result.predicted_seconds if result else 0.0,
                 failed_drafters=result.failed_drafters if result else (),
+                speculation_seconds=result.speculation_seconds if result else 0.0,
             )
         )
 

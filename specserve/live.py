@@ -43,6 +43,7 @@ class LiveRequest:
         self._last_token: float | None = None
         self._scheduled: float | None = None
         self._inter_token: list[float] = []
+        self._inter_chunk: list[float] = []
         self._drafters: list[str] = []
         self._per_step_drafted: list[int] = []
         self._per_step_accepted: list[int] = []
@@ -101,8 +102,9 @@ class LiveRequest:
         if self._first_token is None:
             self._first_token = now
         elif self._last_token is not None:
-            gap = (now - self._last_token) / len(kept)
-            self._inter_token.extend([gap] * len(kept))
+            gap = now - self._last_token
+            self._inter_chunk.append(gap)
+            self._inter_token.extend([gap / len(kept)] * len(kept))
         self._last_token = now
         if not result.num_draft_tokens:
             return
@@ -199,6 +201,8 @@ class LiveRequest:
             drafted_per_position=at_each_position(self._per_step_drafted, num_positions),
             accepted_per_position=at_each_position(self._per_step_accepted, num_positions),
             inter_token_seconds=tuple(self._inter_token),
+            inter_chunk_seconds=tuple(self._inter_chunk),
+            traffic_class=self.request.traffic_class,
             error=error,
         )
 

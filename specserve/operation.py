@@ -13,6 +13,7 @@ from specserve.options import ServeOptions
 from specserve.server.cors import CorsPolicy
 from specserve.server.keys import KEYS_VARIABLE, read_keys
 from specserve.server.state import ServerSettings
+from specserve.server.traffic import TrafficClasses
 from specserve_observability.logs import get_logger
 
 # Open files beside connections: the listener, the loop, model and trace files, tracing's sockets.
@@ -41,6 +42,9 @@ def settings_of(options: ServeOptions, environment: Mapping[str, str]) -> Server
         max_connections=options.max_connections,
         max_waiting_tokens=options.max_waiting_tokens,
         keys=keys,
+        traffic_classes=TrafficClasses.parse(
+            options.traffic_classes, beside=() if keys is None else keys.classes
+        ),
         max_concurrent_per_key=per_key,
         cors=CorsPolicy() if origins is None else CorsPolicy.parse(origins),
         tls=tls_context(options.ssl_certfile, options.ssl_keyfile),

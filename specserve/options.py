@@ -139,6 +139,15 @@ class ServeOptions(EngineOptions, frozen=True, kw_only=True):
         str | None,
         _help("ask for one of the API keys in this file, one a line, and of SPECSERVE_API_KEYS"),
     ] = None
+    traffic_classes: Annotated[
+        str | None,
+        _help(
+            "names by comma that metrics tell apart: of keys (`KEY class=NAME`), or x-traffic-class"
+        ),
+    ] = None
+    metrics_compat: Annotated[
+        Literal["none", "vllm"], _help("vllm: /metrics has vLLM's names, too, as plain text")
+    ] = "none"
     max_concurrent_per_key: Annotated[
         int | None, _help("requests that one API key may have under way; default: any number")
     ] = None

@@ -75,6 +75,7 @@ class ModelRunner:
             ),
             predicted_seconds=drafts.seconds,
             failed_drafters=self._speculator.failed,
+            speculation_seconds=self._speculator.extra_seconds,
         )
 
 

@@ -9,6 +9,7 @@ takes a block that a token needs, preempts nobody, and evicts no reusable prefix
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Final
@@ -87,6 +88,11 @@ class Scheduler:
                 entry for entry in self._waiting if entry[1].status is not Status.FINISHED
             ]
             heapq.heapify(self._waiting)
+
+    def waiting_by_reason(self) -> dict[str, int]:
+        """Sequences in the queue by wait_reason; a reason that nobody has is missing."""
+        waiting = (seq for _, seq in self._waiting if seq.status is not Status.FINISHED)
+        return dict(Counter(seq.wait_reason for seq in waiting))
 
     @property
     def has_work(self) -> bool:

@@ -9,11 +9,13 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
 
 from specserve.compose import Built, build_engine, drafter_specs
+from specserve.engine import Engine
 from specserve.errors import ConfigError
 from specserve.operation import allow_connections, settings_of, warn_if_open
 from specserve.options import ServeOptions
@@ -23,9 +25,11 @@ from specserve.speculation.recording import Recording
 from specserve.types import LOSSY_RULES, VerifyRule
 from specserve.version import __version__
 from specserve_observability import names
+from specserve_observability.exposition import Exposition, expose
 from specserve_observability.logs import configure_logging, get_logger
-from specserve_observability.metrics import Gauges, Metrics, render
+from specserve_observability.metrics import WAIT_REASONS, Gauges, Metrics
 from specserve_observability.tracing import Tracing, open_tracing
+from specserve_observability.vllm_families import VllmNames
 
 
 def serve(options: ServeOptions) -> int:
@@ -42,7 +46,11 @@ def serve(options: ServeOptions) -> int:
 def _serve_on(listener: socket.socket, options: ServeOptions, settings: ServerSettings) -> int:
     configure_logging(json=options.log_format == "json", level=options.log_level)
     drafters = tuple(name for name, _ in drafter_specs(options))
-    metrics = Metrics(drafters=drafters, max_draft_tokens=options.max_draft_tokens)
+    metrics = Metrics(
+        drafters=drafters,
+        max_draft_tokens=options.max_draft_tokens,
+        traffic_classes=settings.traffic_classes.names,
+    )
     try:
         tracing = open_tracing(
             otlp_endpoint=options.otlp_endpoint,
@@ -127,23 +135,9 @@ async def _run(
 ) -> int:
     engine = built.engine
 
-    def metrics_text() -> str:
-        now = engine.snapshot()
-        return render(
-            metrics,
-            Gauges(
-                num_running=now.num_running,
-                num_waiting=now.num_waiting,
-                blocks_free=now.blocks_free,
-                blocks_cached=now.blocks_cached,
-                blocks_live=now.blocks_live,
-                engine_up=engine.error is None,
-            ),
-        )
-
     app = create_app(
         engine,
-        metrics_text=metrics_text,
+        metrics_page=partial(metrics_page, engine, metrics, options.metrics_compat),
         feed=tracing.recorder.feed,
         tracer=tracing.server_tracer,
         settings=settings,
@@ -164,6 +158,21 @@ async def _run(
     await runner.cleanup()
     await engine.stop()
     return 0 if engine.error is None else 1
+
+
+def metrics_page(engine: Engine, metrics: Metrics, compat: str, accept: str) -> Exposition:
+    """What /metrics says now to a request with this Accept header."""
+    now = engine.snapshot()
+    gauges = Gauges(
+        num_running=now.num_running,
+        waiting={**dict.fromkeys(WAIT_REASONS, 0), **engine.waiting_by_reason()},
+        blocks_free=now.blocks_free,
+        blocks_cached=now.blocks_cached,
+        blocks_live=now.blocks_live,
+        engine_up=engine.error is None,
+    )
+    names = VllmNames(engine.model_name, engine.config.block_size) if compat == "vllm" else None
+    return expose(metrics, gauges, accept=accept, vllm=names)
 
 
 def _greet(options: ServeOptions, settings: ServerSettings, built: Built, port: int) -> None:

@@ -79,6 +79,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     arrival_time: float = 0.0  # time.time(), seconds
     traceparent: str | None = None  # W3C, of the span that the request's spans belong to
+    traffic_class: str = "default"  # whose metrics it counts in
     draft_width: int = 1  # most children of a guess; 1: chains
     prediction_ids: tuple[int, ...] = ()  # what the user expects the output to be
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # never in the output, one after the other
@@ -210,12 +211,14 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """predicted_seconds: from draft_start to end, as expected before the forward
 
     failed_drafters: one entry per failure
+    speculation_seconds: estimated, that the step would not have taken without guesses
     """
 
     rows: tuple[RowResult, ...]
     timings: StepTimings
     predicted_seconds: float = 0.0
     failed_drafters: tuple[str, ...] = ()
+    speculation_seconds: float = 0.0
 
 
 class SpecStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from specserve.spinning import spin_briefly
 
 spin_briefly()
 
+# A busy machine is no failure: no example has a time limit.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
+
 # Helpers assert too; rewritten asserts also hold under `python -O`.
 pytest.register_assert_rewrite(
     *(f"tests.{name}" for name in ("browser", "build", "engines", "http_server", "otlp_receiver")),
-    *(f"tests.{name}" for name in ("raw_http", "server_process", "trace_reading", "ways")),
+    *(f"tests.{name}" for name in ("prometheus_text", "raw_http", "server_process")),
+    *(f"tests.{name}" for name in ("trace_reading", "ways")),
 )
 
 from specserve.demo import pull_demo  # noqa: E402 (after the registration above)

@@ -23,6 +23,7 @@ from specserve.server.tracing import ServerTracer
 from specserve.speculation.speculator import Speculator
 from specserve.target import HostTarget
 from specserve.tokenizer import Tokenizer
+from specserve_observability.exposition import TEXT, Exposition
 from tests.engines import ListRecorder
 from tests.raw_http import Reply, ask
 from tests.scripted import TEMPLATE, Script, ScriptedModel, byte_tokenizer, guessers
@@ -141,7 +142,7 @@ async def over_http(
     before = asyncio.all_tasks()
     app = create_app(
         engine,
-        metrics_text=lambda: "specserve_up 1\n",
+        metrics_page=lambda accept: Exposition(TEXT, "specserve_up 1\n"),
         feed=recorder.feed,
         tracer=tracer,
         settings=settings,

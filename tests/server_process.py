@@ -29,6 +29,7 @@ from specserve.engine import Recorder
 from specserve.memory import MIB, MemoryReport
 from specserve.options import ServeOptions
 from specserve_drafts import DRAFTERS, DrafterResources
+from specserve_observability.metrics import WAIT_REASONS
 from tests.guessers import failing
 from tests.http_server import an_engine
 from tests.raw_http import ask
@@ -119,7 +120,7 @@ class ServerProcess(msgspec.Struct):
 
 LIVE = (
     "specserve_requests_running",
-    "specserve_requests_waiting",
+    *(f'specserve_requests_waiting{{reason="{reason}"}}' for reason in WAIT_REASONS),
     'specserve_kv_blocks{state="live"}',
 )
 

@@ -24,7 +24,9 @@ from specserve_loadgen.report import make_report
 from specserve_loadgen.run import RunResult
 from specserve_loadgen.settings import OpenLoop, Settings
 from specserve_loadgen.stats import add_by_position, distribution, percentile
-from specserve_observability.metrics import Gauges, Metrics, render
+from specserve_observability.exposition import expose
+from specserve_observability.metrics import Metrics
+from tests.prometheus_text import no_load
 
 FLOATS = st.lists(st.floats(0, 1e6), min_size=1, max_size=200)
 
@@ -195,10 +197,7 @@ def test_counters_are_summed_over_their_labels_and_vllms_names_are_known() -> No
 
 
 def test_every_counter_compared_exists_on_our_own_server() -> None:
-    gauges = Gauges(
-        num_running=0, num_waiting=0, blocks_free=1, blocks_cached=0, blocks_live=0, engine_up=True
-    )
-    text = render(Metrics(drafters=("ngram", "draft_model")), gauges)
+    text = expose(Metrics(drafters=("ngram", "draft_model")), no_load()).text
     assert parse_counters(text) == dict.fromkeys(COUNTERS, 0.0)
 
 

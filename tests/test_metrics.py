@@ -2,78 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve_observability.metrics import Gauges, Metrics, render
+from specserve_observability.exposition import expose
+from specserve_observability.metrics import Gauges, Metrics
 from specserve_observability.recorder import Recorder
 from specserve_observability.records import QueuePeriod, RequestRecord, StepRecord
+from tests.prometheus_text import PrometheusText, no_load, scrape
 from tests.trace_records import START, Row, a_request, a_row, a_step, play
-
-NO_LOAD = Gauges(
-    num_running=0, num_waiting=0, blocks_free=0, blocks_cached=0, blocks_live=0, engine_up=True
-)
-Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-_NAME = r"[a-zA-Z_][a-zA-Z0-9_]*"  # stricter than the format: no colons
-_SAMPLE = re.compile(rf"({_NAME})(?:\{{(.*)\}})? (\S+)")
-_LABEL = re.compile(rf'({_NAME})="((?:[^"\\\n]|\\["\\n])*)"(?:,|$)')
-
-
-class PrometheusText:
-    """A strict parse of text format 0.0.4: anything odd is an AssertionError."""
-
-    def __init__(self, text: str) -> None:
-        assert text.endswith("\n")
-        self.types: dict[str, str] = {}
-        self.samples: Samples = {}
-        family = ""
-        for line in text.removesuffix("\n").split("\n"):
-            if line.startswith("# HELP "):
-                family = line.split(" ")[2]
-                assert family not in self.types, f"{family} appears twice"
-                assert re.fullmatch(_NAME, family)
-                assert len(line.split(" ", 3)[3]) > 3
-            elif line.startswith("# TYPE "):
-                _, _, name, kind = line.split(" ")
-                assert name == family
-                assert kind in ("counter", "gauge", "histogram")
-                self.types[name] = kind
-            else:
-                self._sample(line, family)
-
-    def _sample(self, line: str, family: str) -> None:
-        match = _SAMPLE.fullmatch(line)
-        assert match, line
-        name, label_text, value = match.groups()
-        suffix = name.removeprefix(family)
-        allowed = {"_bucket", "_sum", "_count"} if self.types[family] == "histogram" else {""}
-        assert suffix in allowed, line
-        labels = _LABEL.findall(label_text or "")
-        assert "".join(f'{k}="{v}",' for k, v in labels).rstrip(",") == (label_text or "")
-        key = (name, frozenset(labels))
-        assert key not in self.samples, f"{line} appears twice"
-        self.samples[key] = float(value)
-
-    def get(self, name: str, **labels: str) -> float:
-        return self.samples[name, frozenset(labels.items())]
-
-    def total(self, name: str) -> float:
-        return sum(value for (found, _), value in self.samples.items() if found == name)
-
-    def monotonic(self) -> Samples:
-        """Every sample that may never go down."""
-        gauges = {name for name, kind in self.types.items() if kind == "gauge"}
-        return {key: value for key, value in self.samples.items() if key[0] not in gauges}
-
-
-def scrape(metrics: Metrics, gauges: Gauges = NO_LOAD) -> PrometheusText:
-    return PrometheusText(render(metrics, gauges))
 
 
 def record_all(
@@ -85,53 +26,46 @@ def record_all(
         recorder.record_request(request)
 
 
+COUNTERS = {
+    *("generated_tokens", "preemptions", "steps", "decode_step_seconds"),
+    *("decode_step_plain_seconds", "spans_dropped", "step_records_dropped"),
+    *("step_spans_sampled_out", "spec_steps", "spec_draft_tokens", "spec_accepted_tokens"),
+    *("spec_wasted_tokens", "spec_emitted_tokens", "spec_predicted_accepted_tokens"),
+    *("spec_drafted_at_position", "spec_accepted_at_position", "drafter_failures"),
+    *("requests_finished", "prompt_tokens", "prefix_cached_tokens"),
+}
+GAUGES = {"engine_up", "requests_running", "requests_waiting", "kv_blocks", "net_gain_ratio"}
+HISTOGRAMS = {
+    *("time_to_first_token_seconds", "inter_token_latency_seconds"),
+    *("inter_chunk_latency_seconds", "time_per_output_token_seconds"),
+    *("request_duration_seconds", "queue_seconds", "prefill_seconds", "decode_seconds"),
+    *("request_prompt_tokens", "request_output_tokens", "request_acceptance_ratio"),
+    *("spec_emitted_per_step", "row_draft_tokens", "step_phase_seconds", "step_rows"),
+}
+
+
 def test_every_series_exists_at_zero_before_the_first_request() -> None:
     text = scrape(Metrics(drafters=["none", "ngram", "draft_model"], max_draft_tokens=3))
     assert text.types == {
-        "specserve_engine_up": "gauge",
-        "specserve_requests_running": "gauge",
-        "specserve_requests_waiting": "gauge",
-        "specserve_kv_blocks": "gauge",
-        "specserve_requests_finished_total": "counter",
-        "specserve_prompt_tokens_total": "counter",
-        "specserve_prefix_cached_tokens_total": "counter",
-        "specserve_generated_tokens_total": "counter",
-        "specserve_preemptions_total": "counter",
-        "specserve_steps_total": "counter",
-        "specserve_spans_dropped_total": "counter",
-        "specserve_step_records_dropped_total": "counter",
-        "specserve_step_spans_sampled_out_total": "counter",
-        "specserve_spec_steps_total": "counter",
-        "specserve_spec_draft_tokens_total": "counter",
-        "specserve_spec_accepted_tokens_total": "counter",
-        "specserve_spec_emitted_tokens_total": "counter",
-        "specserve_spec_predicted_accepted_tokens_total": "counter",
-        "specserve_drafter_failures_total": "counter",
-        "specserve_spec_drafted_at_position_total": "counter",
-        "specserve_spec_accepted_at_position_total": "counter",
-        "specserve_time_to_first_token_seconds": "histogram",
-        "specserve_inter_token_latency_seconds": "histogram",
-        "specserve_request_duration_seconds": "histogram",
-        "specserve_queue_seconds": "histogram",
-        "specserve_step_phase_seconds": "histogram",
+        **{f"specserve_{name}_total": "counter" for name in COUNTERS},
+        **{f"specserve_{name}": "gauge" for name in GAUGES},
+        **{f"specserve_{name}": "histogram" for name in HISTOGRAMS},
     }
     assert set(text.monotonic().values()) == {0.0}
+    at = "specserve_spec_accepted_at_position_total"
     for drafter in ("ngram", "draft_model", "other"):
         for position in ("0", "1", "2"):
-            assert (
-                text.get(
-                    "specserve_spec_accepted_at_position_total", drafter=drafter, position=position
-                )
-                == 0
-            )
+            assert text.get(at, drafter=drafter, position=position) == 0
     for reason in ("stop", "length", "abort", "error"):
-        assert text.get("specserve_requests_finished_total", reason=reason) == 0
+        finished = "specserve_requests_finished_total"
+        assert text.get(finished, reason=reason, traffic_class="default") == 0
+    assert text.get("specserve_net_gain_ratio") == 1
 
 
 def test_gauges_say_what_the_engine_says() -> None:
     gauges = Gauges(
         num_running=3,
-        num_waiting=2,
+        waiting={"admission": 1, "kv_capacity": 4, "preempted": 0},
         blocks_free=10,
         blocks_cached=20,
         blocks_live=30,
@@ -139,7 +73,9 @@ def test_gauges_say_what_the_engine_says() -> None:
     )
     text = scrape(Metrics(), gauges)
     assert text.get("specserve_requests_running") == 3
-    assert text.get("specserve_requests_waiting") == 2
+    assert text.get("specserve_requests_waiting", reason="admission") == 1
+    assert text.get("specserve_requests_waiting", reason="kv_capacity") == 4
+    assert text.get("specserve_requests_waiting", reason="preempted") == 0
     assert text.get("specserve_engine_up") == 0
     assert text.get("specserve_kv_blocks", state="free") == 10
     assert text.get("specserve_kv_blocks", state="cached") == 20
@@ -174,17 +110,39 @@ def test_one_step_and_one_request_by_hand() -> None:
         for i in range(4)
     ]
     assert at == [(2, 2), (1, 1), (1, 0), (1, 0)]
-    assert text.get("specserve_prompt_tokens_total") == 12
-    assert text.get("specserve_prefix_cached_tokens_total") == 4
-    assert text.get("specserve_requests_finished_total", reason="length") == 1
-    assert text.get("specserve_time_to_first_token_seconds_sum") == pytest.approx(0.4)
-    assert text.get("specserve_queue_seconds_sum") == pytest.approx(0.2)
-    assert text.get("specserve_request_duration_seconds_count") == 1
-    assert text.get("specserve_inter_token_latency_seconds_count") == 2
-    assert text.get("specserve_inter_token_latency_seconds_bucket", le="0.01") == 0
-    assert text.get("specserve_inter_token_latency_seconds_bucket", le="0.025") == 2
+    assert text.get("specserve_spec_wasted_tokens_total", drafter="ngram") == 2
+    emitted = "specserve_spec_emitted_per_step"
+    assert text.get(f"{emitted}_sum", drafter="ngram") == 5
+    by_length = [text.get(f"{emitted}_bucket", drafter="ngram", le=f"{n}.0") for n in range(6)]
+    assert by_length == [0, 0, 1, 2, 2, 2]
+    by_k = [text.get("specserve_row_draft_tokens_bucket", le=f"{k}.0") for k in range(5)]
+    assert by_k == [1, 2, 2, 2, 3]  # the prompt's row has no K
+    assert text.get("specserve_step_rows_sum") == 4
     forward = text.get("specserve_step_phase_seconds_sum", phase="target_forward")
     assert forward == pytest.approx(0.005, rel=1e-3)
+
+    mine = {"traffic_class": "default"}
+    assert text.get("specserve_prompt_tokens_total", **mine) == 12
+    assert text.get("specserve_prefix_cached_tokens_total", **mine) == 4
+    assert text.get("specserve_requests_finished_total", reason="length", **mine) == 1
+    for name, total in (
+        ("time_to_first_token_seconds", 0.4),
+        ("queue_seconds", 0.2),
+        ("prefill_seconds", 0.2),
+        ("decode_seconds", 0.6),
+        ("request_duration_seconds", 1.0),
+        ("time_per_output_token_seconds", 0.3),
+        ("request_prompt_tokens", 12),
+        ("request_output_tokens", 3),
+        ("request_acceptance_ratio", 0.5),
+        ("inter_chunk_latency_seconds", 0.04),
+    ):
+        assert text.get(f"specserve_{name}_sum", **mine) == pytest.approx(total)
+        assert text.get(f"specserve_{name}_count", **mine) == 1
+    gaps = "specserve_inter_token_latency_seconds"
+    assert text.get(f"{gaps}_count", **mine) == 2
+    assert text.get(f"{gaps}_bucket", le="0.01", **mine) == 0
+    assert text.get(f"{gaps}_bucket", le="0.025", **mine) == 2
 
 
 def test_a_drafter_with_parameters_and_an_unannounced_one_make_no_new_labels() -> None:
@@ -209,7 +167,7 @@ def test_a_drafter_with_parameters_and_an_unannounced_one_make_no_new_labels() -
 
 def test_label_values_are_escaped() -> None:
     odd = 'a"b\\c\nd'
-    body = render(Metrics(drafters=[odd], max_draft_tokens=1), NO_LOAD)
+    body = expose(Metrics(drafters=[odd], max_draft_tokens=1), no_load()).text
     PrometheusText(body)
     assert r'{drafter="a\"b\\c\nd"}' in body
 
@@ -229,8 +187,8 @@ def test_a_clock_set_back_never_lowers_a_sum() -> None:
     recorder.record_request(past)
     after = scrape(recorder.metrics)
     assert all(after.monotonic()[key] >= value for key, value in before.items())
-    assert after.get("specserve_inter_token_latency_seconds_sum") == 0.5
-    assert after.get("specserve_inter_token_latency_seconds_count") == 2
+    assert after.total("specserve_inter_token_latency_seconds_sum") == 0.5
+    assert after.total("specserve_inter_token_latency_seconds_count") == 2
 
 
 def test_records_that_find_the_queue_full_are_counted_and_still_measured() -> None:
@@ -239,7 +197,7 @@ def test_records_that_find_the_queue_full_are_counted_and_still_measured() -> No
     text = scrape(recorder.metrics)
     assert text.get("specserve_step_records_dropped_total") == 3
     assert text.get("specserve_steps_total") == 6
-    assert text.get("specserve_requests_finished_total", reason="stop") == 5
+    assert text.total("specserve_requests_finished_total", reason="stop") == 5
 
 
 def test_without_a_sink_nothing_is_queued() -> None:
@@ -264,6 +222,7 @@ def scripts(draw: st.DrawFn) -> list[list[Row]]:
     return script
 
 
+@settings(max_examples=25)  # each scrapes after every step
 @given(scripts())
 def test_counters_never_go_down(script: list[list[Row]]) -> None:
     steps, requests = play(script)
@@ -299,21 +258,22 @@ def test_sums_over_requests_equal_sums_over_steps(script: list[list[Row]]) -> No
         "num_accepted_draft_tokens"
     )
     assert text.total("specserve_spec_emitted_tokens_total") == requested("num_spec_emitted_tokens")
+    assert text.total("specserve_spec_wasted_tokens_total") == requested(
+        "num_draft_tokens"
+    ) - requested("num_accepted_draft_tokens")
+    assert text.total("specserve_spec_emitted_per_step_sum") == requested("num_spec_emitted_tokens")
+    assert text.total("specserve_row_draft_tokens_sum") == requested("num_draft_tokens")
+    assert text.total("specserve_request_output_tokens_sum") == requested("num_output_tokens")
     for position in range(6):
         for family, field in (
             ("drafted_at_position", "drafted_per_position"),
             ("accepted_at_position", "accepted_per_position"),
         ):
-            counted = sum(
-                value
-                for (name, labels), value in text.samples.items()
-                if name == f"specserve_spec_{family}_total"
-                and ("position", str(position)) in labels
-            )
+            counted = text.total(f"specserve_spec_{family}_total", position=str(position))
             per_request = (getattr(request, field) for request in requests)
             assert counted == sum(c[position] if position < len(c) else 0 for c in per_request)
     gaps = sum(len(request.inter_token_seconds) for request in requests)
-    assert text.get("specserve_inter_token_latency_seconds_count") == gaps
+    assert text.total("specserve_inter_token_latency_seconds_count") == gaps
 
 
 @given(st.lists(st.floats(0, 20), max_size=50))
@@ -327,5 +287,5 @@ def test_histogram_buckets_hold_what_lies_at_or_below_their_bound(gaps: list[flo
         if found == f"{name}_bucket":
             bound = float(dict(labels)["le"])
             assert value == sum(gap <= bound for gap in gaps)
-    assert text.get(f"{name}_count") == len(gaps)
-    assert text.get(f"{name}_sum") == pytest.approx(sum(gaps))
+    assert text.total(f"{name}_count") == len(gaps)
+    assert text.total(f"{name}_sum") == pytest.approx(sum(gaps))

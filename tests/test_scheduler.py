@@ -137,6 +137,20 @@ def test_aborted_requests_do_not_pile_up_behind_a_head_that_cannot_be_admitted()
     assert scheduler.num_waiting == 1
 
 
+def test_those_who_wait_are_counted_by_their_reason() -> None:
+    scheduler = Scheduler(a_config(blocks=6, block_size=4, prefix_cache=False))
+    assert scheduler.waiting_by_reason() == {}
+    scheduler.add(a_request(8, name="A", max_tokens=12))
+    second = scheduler.add(a_request(8, name="B", max_tokens=12))
+    assert scheduler.waiting_by_reason() == {"admission": 2}
+    while second.num_preemptions == 0:
+        run_step(scheduler)
+    gone = scheduler.add(a_request(8, name="C", max_tokens=12))
+    assert scheduler.waiting_by_reason() == {"preempted": 1, "admission": 1}
+    scheduler.finish(gone)
+    assert scheduler.waiting_by_reason() == {"preempted": 1}
+
+
 def test_the_reason_for_waiting_stays_what_it_was_first() -> None:
     scheduler = Scheduler(a_config(blocks=6, block_size=4, prefix_cache=False))
     scheduler.add(a_request(8, name="A", max_tokens=12))

@@ -73,6 +73,7 @@ def a_step(
     seconds: float = STEP_SECONDS,
     preempted: int = 0,
     error: str | None = None,
+    speculation_seconds: float = 0.0,
 ) -> StepRecord:
     """Phases take 10, 20, 50, 10 and 10 % of the step's time."""
     began = START + step_idx * STEP_SECONDS if start is None else start
@@ -94,6 +95,7 @@ def a_step(
         token_budget=512,
         num_preempted=preempted,
         error=error,
+        speculation_seconds=speculation_seconds,
     )
 
 
@@ -107,6 +109,7 @@ def a_request(
     started: bool = True,
     error: str | None = None,
     rows: Sequence[RowRecord] = (),
+    traffic_class: str = "default",
 ) -> RequestRecord:
     """rows: its rows in decode steps, which all its sums come from."""
     drafting = [row for row in rows if row.num_draft_tokens]
@@ -136,6 +139,8 @@ def a_request(
         accepted_per_position=_per_position([row.num_accepted_tokens for row in drafting]),
         num_spec_emitted_tokens=sum(row.num_emitted_tokens for row in drafting),
         inter_token_seconds=(0.02,) * max(0, num_output - 1),
+        inter_chunk_seconds=(0.04,) if num_output > 1 else (),
+        traffic_class=traffic_class,
         error=error,
     )
 

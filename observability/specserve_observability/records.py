@@ -46,6 +46,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     predicted_seconds: float = 0.0  # from draft_start to verify_end; 0: nothing was predicted
     failed_drafters: tuple[str, ...] = ()  # one entry per failure
+    speculation_seconds: float = 0.0  # of the step, that it would not have taken without guesses
 
 
 class PrefillChunk(msgspec.Struct, frozen=True, array_like=True):
@@ -88,4 +89,6 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     accepted_per_position: tuple[int, ...]
     num_spec_emitted_tokens: int = 0  # tokens the spec steps emitted, the extra one included
     inter_token_seconds: tuple[float, ...] = ()  # per emitted token after the first
+    inter_chunk_seconds: tuple[float, ...] = ()  # per step that emitted, after the first
+    traffic_class: str = "default"
     error: str | None = None

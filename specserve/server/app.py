@@ -4,7 +4,7 @@ The composition root starts the engine, then serves this application with `creat
 on a signal awaits `drain(app)`, cleans the runner up and stops the engine:
 
     await engine.start()
-    app = create_app(engine, metrics_text=..., feed=...)
+    app = create_app(engine, metrics_page=..., feed=...)
     runner = create_runner(app)
     await runner.setup()
     await web.TCPSite(runner, host, port).start()
@@ -41,6 +41,7 @@ from specserve.server.protocol import Runner
 from specserve.server.readers import ReplyFormat
 from specserve.server.state import STATE, Lifecycle, ServerSettings, ServerState
 from specserve.server.tracing import PassThroughTracer, ServerTracer
+from specserve_observability.exposition import Exposition
 from specserve_observability.recorder import StepFeed
 
 ROUTES: dict[tuple[str, str], Handler] = {
@@ -65,19 +66,19 @@ ROUTES: dict[tuple[str, str], Handler] = {
 def create_app(
     engine: Engine,
     *,
-    metrics_text: Callable[[], str],
+    metrics_page: Callable[[str], Exposition],
     feed: StepFeed,
     tracer: ServerTracer | None = None,
     settings: ServerSettings | None = None,
 ) -> web.Application:
-    """engine: started by the caller, and stopped by it. metrics_text: Prometheus text, now.
-    feed: the steps of that engine
+    """engine: started by the caller, and stopped by it. metrics_page: what /metrics says
+    now to a request with this Accept header. feed: the steps of that engine
     """
     settings = settings or ServerSettings()
     app = web.Application(middlewares=[around], client_max_size=settings.max_body_bytes)
     app[STATE] = ServerState(
         engine=engine,
-        metrics_text=metrics_text,
+        metrics_page=metrics_page,
         feed=feed,
         tracer=tracer or PassThroughTracer(),
         settings=settings,

@@ -149,6 +149,7 @@ def _requests(
             priority=0 if body.priority is None else body.priority,
             cache_salt=body.cache_salt,
             traceparent=context.span.traceparent,
+            traffic_class=context.traffic_class,
             prediction_ids=beside.prediction,
             bad_word_ids=beside.bad_words,
             with_steps=bool(body.return_token_origins),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from aiohttp import web
 
 from specserve.errors import ConfigError, RequestError
 from specserve.server.playground import PAGES
+from specserve.server.traffic import CLASS_RULE, is_class_name
 
 KEYS_VARIABLE = "SPECSERVE_API_KEYS"
 MIN_KEY_CHARS = 16
@@ -26,21 +27,33 @@ MAX_KEY_CHARS = 256
 # is not among them: it shows load and models. The playground's files are the same everywhere.
 OPEN_ROUTES = frozenset({"/health", "/ready", "/version", *PAGES})
 
+_WITH_CLASS = re.compile(r"\s*(\S+)\s+class=(\S*)\s*")
 _KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},{MAX_KEY_CHARS}}}")
 
 
 class KeyRing:
     """The keys of one server."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], classes: Mapping[str, str] | None = None) -> None:
+        """classes: traffic class by key; a key that it leaves out has none"""
+        unique = list(dict.fromkeys(keys))
         self._secret = secrets.token_bytes(32)
-        self._digests = [self._digest(key.encode()) for key in dict.fromkeys(keys)]
+        self._digests = [self._digest(key.encode()) for key in unique]
+        self._classes = [(classes or {}).get(key) for key in unique]
 
     def __len__(self) -> int:
         return len(self._digests)
 
     def _digest(self, key: bytes) -> bytes:
         return hmac.digest(self._secret, key, "sha256")
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The traffic classes that keys belong to, each once."""
+        return tuple(dict.fromkeys(name for name in self._classes if name is not None))
+
+    def class_of(self, key_idx: int) -> str | None:
+        return self._classes[key_idx]
 
     def find(self, key: bytes) -> int | None:
         """The key's index. Every key is looked at, whichever it is."""
@@ -107,23 +120,40 @@ class Slots:
 
 
 def read_keys(file: str | None, variable: str | None) -> KeyRing | None:
-    """file: path, one key a line; variable: the value of SPECSERVE_API_KEYS, keys by comma.
+    """file: path, one key a line, behind it `class=NAME` where it belongs to a traffic class;
+    variable: the value of SPECSERVE_API_KEYS, keys by comma.
 
     None where neither is given: the server is open. ConfigError names a bad key's place, and never
     the key. What is given must hold a key: an empty secret must not open the server.
     """
     keys: list[str] = []
+    classes = dict[str, str]()
     if file is not None:
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--api-key-file {file} cannot be read: {error}") from None
-        keys += _checked(lines, f"--api-key-file {file}", "line")
+        source = f"--api-key-file {file}"
+        split = [_split(line, f"{source}: line {number}") for number, line in enumerate(lines, 1)]
+        classes = {key: name for key, name in split if name is not None}
+        keys += _checked([key for key, _ in split], source, "line")
     if variable is not None:
         keys += _checked(variable.split(","), KEYS_VARIABLE, "key")
     if file is None and variable is None:
         return None
-    return KeyRing(keys)
+    return KeyRing(keys, classes)
+
+
+def _split(line: str, place: str) -> tuple[str, str | None]:
+    """A line's key and its traffic class; ConfigError for a bad name of one, which is not shown:
+    it may be a key in the wrong place."""
+    found = _WITH_CLASS.fullmatch(line)
+    if found is None:
+        return line, None
+    key, name = found.groups()
+    if not is_class_name(name):
+        raise ConfigError(f"{place}: {CLASS_RULE}")
+    return key, name
 
 
 def _checked(lines: list[str], source: str, unit: str) -> list[str]:

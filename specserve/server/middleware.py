@@ -15,6 +15,7 @@ from specserve.server import errors
 from specserve.server.keys import OPEN_ROUTES
 from specserve.server.protocol import ServerProtocol
 from specserve.server.state import CONTEXT, STATE, RequestContext
+from specserve.server.traffic import TRAFFIC_CLASS_HEADER
 from specserve_observability.logs import get_logger
 
 REQUEST_ID_PATTERN = "[A-Za-z0-9._:-]{1,128}"
@@ -89,6 +90,16 @@ def _key_of(request: web.Request) -> int | None:
     return keys.identify(request)
 
 
+def _traffic_class(request: web.Request, key_idx: int | None) -> str:
+    """Its key's, which the operator chose, before what the request says of itself."""
+    settings = request.app[STATE].settings
+    if settings.keys is not None and key_idx is not None:
+        own = settings.keys.class_of(key_idx)
+        if own is not None:
+            return own
+    return settings.traffic_classes.named(request.headers.get(TRAFFIC_CLASS_HEADER))
+
+
 def _slot(request: web.Request, key_idx: int | None) -> AbstractContextManager[None]:
     if key_idx is None or request.method != "POST":  # what is not POST makes no work
         return nullcontext()
@@ -102,7 +113,9 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         cors = request.app[STATE].settings.cors
         if cors.is_preflight(request):
             return cors.preflight(request)
-        with _slot(request, _key_of(request)):
+        key_idx = _key_of(request)
+        request[CONTEXT].traffic_class = _traffic_class(request, key_idx)
+        with _slot(request, key_idx):
             return await handler(request)
     except (RequestError, EngineError) as error:
         return _refusal(request, errors.public_error(error))

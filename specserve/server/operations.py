@@ -55,7 +55,5 @@ async def version(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    return web.Response(
-        body=request.app[STATE].metrics_text().encode(),
-        headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-    )
+    page = request.app[STATE].metrics_page(request.headers.get("accept", ""))
+    return web.Response(body=page.text.encode(), headers={"Content-Type": page.content_type})

@@ -20,6 +20,9 @@ from specserve.server.cors import CorsPolicy
 from specserve.server.keys import KeyRing, Slots
 from specserve.server.readers import ReplyFormat
 from specserve.server.tracing import AttributeValue, ServerSpan, ServerTracer
+from specserve.server.traffic import TrafficClasses
+from specserve_observability.exposition import Exposition
+from specserve_observability.metrics import DEFAULT_CLASS
 from specserve_observability.recorder import StepFeed
 
 
@@ -39,6 +42,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     idle_event_seconds: float = 2.0  # and while none are
     max_event_listeners: int = 16
     keys: KeyRing | None = None  # None: whoever reaches the port may ask
+    traffic_classes: TrafficClasses = TrafficClasses()
     max_concurrent_per_key: int | None = None  # requests under way
     cors: CorsPolicy = CorsPolicy()
     tls: ssl.SSLContext | None = None  # None: plain HTTP
@@ -89,7 +93,7 @@ class Lifecycle:
 @dataclass(frozen=True)
 class ServerState:
     engine: Engine
-    metrics_text: Callable[[], str]
+    metrics_page: Callable[[str], Exposition]
     feed: StepFeed
     tracer: ServerTracer
     settings: ServerSettings
@@ -115,6 +119,7 @@ class RequestContext:
     span: ServerSpan
     attributes: dict[str, AttributeValue] = field(default_factory=dict)
     failed_status: int | None = None  # of an error event, after a status line that said 200
+    traffic_class: str = DEFAULT_CLASS
 
 
 STATE = web.AppKey("state", ServerState)

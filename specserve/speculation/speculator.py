@@ -34,6 +34,7 @@ from specserve.speculation.fitting import within_constraint
 from specserve.speculation.offers import AutoRow, Call
 from specserve.speculation.panel import Panel
 from specserve.speculation.recording import Recording
+from specserve.speculation.step_cost import StepCost
 from specserve.speculation.survival import Judged
 from specserve.types import Ended, RowPlan
 
@@ -50,23 +51,6 @@ class _Proposed(NamedTuple):
     judged: Judged
     width: int
     beta: float
-
-
-class _Step(msgspec.Struct):
-    """What is remembered of a step until the next one begins.
-
-    last_seq:  some sequence of it; is_plain: there were decode rows only
-    elsewhere: seconds in the forward, in choosing tokens and in drafters
-    expected:  seconds of the forward
-    """
-
-    num_rows: int = 0
-    num_asked: int = 0
-    num_guesses: int = 0
-    last_seq: int = -1
-    is_plain: bool = False
-    elsewhere: float = 0.0
-    expected: float = 0.0
 
 
 class Speculator:
@@ -104,7 +88,7 @@ class Speculator:
         self._paid_seconds = 0.0
         self._paid_name = ""
         self._started = 0.0
-        self._step = _Step()
+        self._step = StepCost()
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -121,12 +105,18 @@ class Speculator:
         """Drafters that failed since the last draft() began, once per failure."""
         return tuple(self._panel.failed)
 
+    @property
+    def extra_seconds(self) -> float:
+        """Estimated, after learn(): what the last step would not have taken without guesses."""
+        return self._step.extra
+
     # ---- draft ---------------------------------------------------------------------------
 
     def draft(self, rows: Seq[RowPlan]) -> StepDrafts:
         self._begin(rows)
         chosen = [no_draft(row) for row in rows]
         self._facts = facts_of(rows)
+        self._step.attended = self._facts.attended
         auto, new = list[AutoRow](), list[RowPlan]()
         by_name: set[str] = set()
         for idx, row in enumerate(rows):
@@ -154,7 +144,7 @@ class Speculator:
     def _begin(self, rows: Seq[RowPlan]) -> None:
         self._step_idx += 1
         now = self._clock()
-        last, self._step = self._step, _Step()
+        last, self._step = self._step, StepCost()
         if rows:
             # A sequence that runs on waits for nothing: what lies between is our own work.
             self._step.last_seq = rows[-1].seq_id
@@ -362,6 +352,7 @@ class Speculator:
 
     def learn(self, learned: Learned) -> None:
         facts, costs = self._facts, self.beliefs.verify_costs
+        self._step.set_extra(facts, learned, self._draft_seconds, costs, self._overhead)
         if facts.num_tokens:
             costs.observe(
                 facts.num_tokens,
