@@ -80,10 +80,28 @@ def test_a_file_that_is_rotated_away_for_good_is_read_to_its_end(path: Path) -> 
     file = TraceFile(path)
     append(path, b"1\n")
     assert list(file.new_lines()) == [b"1"]
-    append(path, b"2\n")
+    append(path, b"2\nlast")
     path.unlink()
     path.write_bytes(b"3\n")
     assert sorted(file.new_lines()) == [b"2", b"3"]
+    assert list(file.new_lines()) == [b"last"]
+    assert list(file.new_lines()) == []
+    file.close()
+
+
+def test_a_file_renamed_while_the_folder_is_listed_is_not_told_twice(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = TraceFile(path)
+    append(path, b"1\n")
+    assert list(file.new_lines()) == [b"1"]
+    rotate(path)
+    with monkeypatch.context() as patch:  # a listing from before, names from after
+        patch.setattr("specserve_observability.trace_files.rotated_files", lambda path: [path])
+        assert list(file.new_lines()) == []
+    assert list(file.new_lines()) == []
+    append(path.with_name(f"{path.name}.1"), b"2\n")
+    assert list(file.new_lines()) == [b"2"]
     file.close()
 
 

@@ -9,8 +9,10 @@ import pytest
 
 from specserve.cli import main
 from specserve_observability import names
+from specserve_observability.otlp_reading import read_spans
 from specserve_observability.records import QueuePeriod
-from tests.otlp_lines import a_line, a_span
+from specserve_observability.trace_facts import time_by_phase
+from tests.otlp_lines import SECOND, a_line, a_span
 from tests.trace_reading import FileTracing
 from tests.trace_records import START, Row, a_request, a_row, a_step, play
 
@@ -23,7 +25,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def a_played_file(path: Path) -> Path:
-    """Two requests over four steps; req-1 waited for half a second beside a prompt."""
+    """Two requests over four steps; req-1 waited beside somebody's prompt."""
     run = FileTracing(path)
     steps, requests = play(
         [
@@ -32,10 +34,10 @@ def a_played_file(path: Path) -> Path:
             [Row(0, drafted=3, accepted=3), Row(1, "suffix", 2, 1)],
         ]
     )
-    prompt = a_step(9, [a_row(2, tokens=40, emitted=0)], start=START + 0.1, seconds=0.2)
+    prompt = a_step(9, [a_row(2, tokens=40, emitted=0)], start=START + 0.05, seconds=0.1)
     for step in (*steps, prompt):
         run.tracing.recorder.record_step(step)
-    waited = (QueuePeriod(START, START + 0.5, "kv_capacity"),)
+    waited = (QueuePeriod(START, START + 0.2, "kv_capacity"),)
     requests[1] = msgspec.structs.replace(requests[1], queue=waited, finished=START + 2.0)
     for request in requests:
         run.tracing.recorder.record_request(request)
@@ -52,19 +54,40 @@ def test_the_slowest_requests_their_phases_steps_and_guesses(
     assert "Guesses: 6 of 10 accepted (60.0 %), 2.50 tokens per step with guesses; " in out
     assert "by position 3/4, 2/4, 1/2; by ngram, suffix" in out
     table = [line.split() for line in rest[rest.index("Where the time of 2 requests went") + 1 :]]
-    assert table[0][:4] == ["decode", "2.20", "s", "66.7"]
-    assert ["queue", "700", "ms", "21.2"] in [row[:4] for row in table]
+    assert table[0][:4] == ["decode", "2.20", "s", "73.3"]
+    assert ["queue", "400", "ms", "13.3"] in [row[:4] for row in table]
     slowest = out[out.index("  1. ") : out.index("  2. ")]
     assert "  1. 2.00 s  queue  req-1  12 tokens in, 3 out, stop" in slowest
-    assert "decode 1.60 s (70 %), queue 500 ms (22 %), prefill 200 ms (9 %)" in slowest
+    assert "decode 1.60 s (80 %), queue 200 ms (10 %), prefill 200 ms (10 %)" in slowest
     assert "first token after 400 ms" in slowest
     assert (
-        "queued 500 ms (kv_capacity) beside 4 kept steps: 40 prompt tokens of others, up to 2 "
+        "queued 200 ms (kv_capacity) beside 4 kept steps: 40 prompt tokens of others, up to 2 "
         "requests in a batch and 2 waiting, at least 100 KV blocks free"
     ) in slowest
     assert "2 steps, 2 kept and linked: median 10.0 ms, slowest 10.0 ms (#1 decode" in slowest
     assert "in them: target_forward 50 %, draft 20 %" in slowest
     assert "guesses: 1 of 4 accepted (25.0 %), 1.50 tokens per step with guesses" in slowest
+
+
+def test_each_moment_belongs_to_one_phase_also_where_spans_overlap() -> None:
+    spans = [
+        a_span(1, "POST /v1/x", seconds=10),
+        a_span(2, "chat demo", parent=1, start=0.5, seconds=9),
+        a_span(3, "queue", parent=2, start=0.5, seconds=0.5),
+        a_span(4, "prefill", parent=2, start=1, seconds=1),
+        a_span(5, "decode", parent=2, start=2, seconds=4),
+        a_span(6, "decode.rounds", parent=5, start=2, seconds=3),
+        a_span(7, "decode", parent=2, start=2, seconds=3),  # the second of n = 2
+        a_span(8, "stream", parent=2, start=2, seconds=7),
+    ]
+    times = time_by_phase([read.span for read in read_spans(a_line(*spans))])
+    assert times == {
+        "decode": 4 * SECOND,
+        "stream": 3 * SECOND,
+        "outside these": 1.5 * SECOND,
+        "prefill": 1 * SECOND,
+        "queue": 0.5 * SECOND,
+    }
 
 
 def test_how_many_are_told_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from heapq import heappop, heappush
+from itertools import pairwise, zip_longest
 
 import msgspec
 
@@ -94,21 +95,28 @@ def facts_of(trace: StoredTrace) -> Request | Window | None:
     return None
 
 
-def self_times(spans: Sequence[OtlpSpan]) -> dict[str, int]:
-    """Nanoseconds by name of span, longest first. What a span with children has beside them is
-    OUTSIDE: of the server span that is HTTP, and waiting for the reader."""
-    children: dict[str, list[OtlpSpan]] = {}
-    for span in spans:
-        children.setdefault(span.parent_span_id, []).append(span)
+def time_by_phase(spans: Sequence[OtlpSpan]) -> dict[str, int]:
+    """Nanoseconds by name of span, longest first: each moment belongs to the shortest span that
+    covers it, so that the sum is the trace's time. Spans inside a decode count as the decode; what
+    only spans with children cover is OUTSIDE."""
+    decodes = {span.span_id for span in spans if span.name == names.DECODE}
+    spans = [span for span in spans if span.parent_span_id not in decodes]
+    parents = {span.parent_span_id for span in spans}
+    begins = sorted(spans, key=lambda span: span.start_ns)
+    moments = sorted({moment for span in spans for moment in (span.start_ns, span.end_ns)})
+    covering: list[tuple[int, int, str]] = []  # a heap: length, end, name
     times: Counter[str] = Counter()
-    for span in spans:
-        covered, until = 0, span.start_ns
-        for child in sorted(children.get(span.span_id, ()), key=lambda child: child.start_ns):
-            end = min(child.end_ns, span.end_ns)
-            covered += max(0, end - max(child.start_ns, until))
-            until = max(until, end)
-        name = OUTSIDE if span.span_id in children else span.name
-        times[name] += max(0, span.end_ns - span.start_ns - covered)
+    begun = 0
+    for moment, following in pairwise(moments):
+        while begun < len(begins) and begins[begun].start_ns <= moment:
+            span = begins[begun]
+            name = OUTSIDE if span.span_id in parents else span.name
+            heappush(covering, (span.end_ns - span.start_ns, span.end_ns, name))
+            begun += 1
+        while covering and covering[0][1] <= moment:
+            heappop(covering)
+        if covering:
+            times[covering[0][2]] += following - moment
     return dict(times.most_common())
 
 
@@ -125,7 +133,7 @@ def _request(trace: StoredTrace, spans: Sequence[OtlpSpan]) -> Request:
         request_id=str(about[0].get(names.REQUEST_ID, "")),
         start_ns=trace.start_ns,
         end_ns=trace.end_ns,
-        phases=self_times(spans),
+        phases=time_by_phase(spans),
         queued=list(_queued(spans)),
         num_prompt_tokens=max(_int(a, names.GEN_AI_INPUT_TOKENS) for a in about),
         num_output_tokens=sum(_int(a, names.GEN_AI_OUTPUT_TOKENS) for a in about),

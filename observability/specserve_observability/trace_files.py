@@ -45,12 +45,19 @@ class TraceFile:
             except OSError:  # renamed or removed between the listing and now
                 continue
             present.add(one.inode)
+            one.num_missed = 0
             yield from one.new_lines()
         for inode in self._open.keys() - present:
-            gone = self._open.pop(inode)
-            yield from gone.new_lines()
-            yield from gone.unfinished()
-            gone.close()
+            yield from self._look_back(self._open[inode])
+
+    def _look_back(self, one: _OpenFile) -> Iterator[bytes]:
+        """Renamed while the folder was listed, or gone: the next look will tell."""
+        one.num_missed += 1
+        yield from one.new_lines()
+        if one.num_missed > 1:
+            del self._open[one.inode]
+            yield from one.unfinished()
+            one.close()
 
     def unfinished(self) -> Iterator[bytes]:
         """What stands behind the last line end, for whoever reads no further."""
@@ -77,6 +84,7 @@ class _OpenFile:
     def __init__(self, file: BinaryIO) -> None:
         status = os.fstat(file.fileno())
         self.inode: Inode = (status.st_dev, status.st_ino)
+        self.num_missed = 0  # looks in a row in which it was not in the folder
         self._file = file
         self._begun = b""  # a line whose end has not come
         self._skipping = False  # inside a line that is longer than any should be

@@ -3,7 +3,7 @@
 import { operations, resourceSpans, services, status, summaries } from "./api.js";
 import { byId, clock, facts, make, percent, place, time } from "./dom.js";
 import { forget } from "./details.js";
-import { guesses, modelOf, selfTimes } from "./model.js";
+import { guesses, modelOf, timeByPhase } from "./model.js";
 import { colourOf, key, reveal, show } from "./waterfall.js";
 
 const POLL_MS = 1000;
@@ -109,7 +109,7 @@ function head() {
   byId("trace-title").textContent = model.roots.length > 1 ? `${root.name} and ${model.roots.length - 1} more` : root.name;
   document.title = `${root.name} · specserve traces`;
   byId("facts").replaceChildren(...facts(factsOf(root)));
-  const times = selfTimes(model);
+  const times = timeByPhase(model);
   const sum = times.reduce((all, [, us]) => all + us, 0) || 1;
   const strip = make("div", { class: "strip" });
   let left = 0;

@@ -23,10 +23,13 @@ export function place(element, left, width) {
   return element;
 }
 
+// Three digits, whatever the unit.
 export function time(us) {
-  if (us >= 1e6) return `${(us / 1e6).toFixed(us >= 1e7 ? 1 : 2)} s`;
-  if (us >= 1e3) return `${(us / 1e3).toFixed(us >= 1e5 ? 0 : us >= 1e4 ? 1 : 2)} ms`;
-  return `${us.toFixed(us >= 10 || us === 0 ? 0 : 1)} µs`;
+  for (const [unit, size] of [["s", 1e6], ["ms", 1e3]]) {
+    const amount = us / size;
+    if (amount >= 0.9995) return `${amount.toFixed(amount >= 99.95 ? 0 : amount >= 9.995 ? 1 : 2)} ${unit}`;
+  }
+  return `${us.toFixed(us >= 9.95 || us === 0 ? 0 : 1)} µs`;
 }
 
 export function clock(ms) {

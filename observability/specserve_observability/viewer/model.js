@@ -64,19 +64,23 @@ function sortTree(spans, level) {
   }
 }
 
-// What of the trace's time each name of span has for itself, children left out: [[name, us]].
-export function selfTimes(model) {
+// Each moment belongs to the shortest span that covers it, so that the sum is the trace's time:
+// [[name, us]], longest first. Spans inside a decode count as the decode.
+export function timeByPhase(model) {
+  const spans = model.spans.filter((span) => model.byId.get(span.parentId)?.name !== "decode");
+  const begins = spans.toSorted((a, b) => a.start - b.start);
+  const moments = [...new Set(spans.flatMap((span) => [span.start, span.end]))].sort((a, b) => a - b);
   const sums = new Map();
-  for (const span of model.spans) {
-    let covered = 0;
-    let until = span.start;
-    for (const child of span.children) {
-      covered += Math.max(0, Math.min(child.end, span.end) - Math.max(child.start, until));
-      until = Math.max(until, child.end);
-    }
-    sums.set(span.name, (sums.get(span.name) ?? 0) + span.end - span.start - covered);
+  let covering = [];
+  let begun = 0;
+  for (let idx = 0; idx + 1 < moments.length; idx++) {
+    while (begun < begins.length && begins[begun].start <= moments[idx]) covering.push(begins[begun++]);
+    covering = covering.filter((span) => span.end > moments[idx]);
+    if (!covering.length) continue;
+    const { name } = covering.reduce((least, span) => (span.end - span.start <= least.end - least.start ? span : least));
+    sums.set(name, (sums.get(name) ?? 0) + moments[idx + 1] - moments[idx]);
   }
-  return [...sums].filter(([, us]) => us > 0).sort((a, b) => b[1] - a[1]);
+  return [...sums].sort((a, b) => b[1] - a[1]);
 }
 
 // Sums of guesses: a decode span has its request's own, a step those of its rows.
