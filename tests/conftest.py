@@ -19,8 +19,8 @@ hypothesis.settings.load_profile("untimed")
 # Helpers assert too; rewritten asserts also hold under `python -O`.
 pytest.register_assert_rewrite(
     *(f"tests.{name}" for name in ("browser", "build", "engines", "http_server", "otlp_receiver")),
-    *(f"tests.{name}" for name in ("prometheus_text", "raw_http", "server_process")),
-    *(f"tests.{name}" for name in ("trace_reading", "ways")),
+    *(f"tests.{name}" for name in ("prometheus_server", "prometheus_text", "raw_http")),
+    *(f"tests.{name}" for name in ("server_process", "trace_reading", "ways")),
 )
 
 from specserve.demo import pull_demo  # noqa: E402 (after the registration above)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
-import msgspec
 import openai
 import pytest
 
 from tests.certificates import a_certificate, needs_openssl
+from tests.serve_command import Server, command, start
 
 pytestmark = [pytest.mark.demo, pytest.mark.timeout(600)]
 
@@ -27,40 +25,6 @@ COPY = (
     "Repeat this list exactly, twice: apple, banana, cherry, damson, elderberry, fig, grape. "
     "apple, banana, cherry, damson, elderberry, fig, grape."
 )
-
-
-class Server(msgspec.Struct):
-    process: subprocess.Popen[str]
-    url: str
-    greeting: str
-    trace_file: Path
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "specserve", *arguments]
-
-
-def start(tmp_path: Path, *arguments: str) -> Server:
-    """`specserve serve` on any free port; returns once it says where it listens."""
-    trace_file = tmp_path / "serve.trace.jsonl"
-    process = subprocess.Popen(
-        command("serve", "--port", "0", "--trace-file", str(trace_file), *arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    assert process.stdout is not None
-    said = ""
-    for line in process.stdout:
-        said += line
-        if "/metrics" in line:
-            break
-    found = re.search(r"https?://127\.0\.0\.1:\d+", said)
-    if found is None:
-        process.kill()
-        raise AssertionError(f"the server did not start:\n{said}")
-    return Server(process, found.group(), said, trace_file)
 
 
 @pytest.fixture(scope="module")

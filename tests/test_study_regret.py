@@ -28,8 +28,8 @@ from specserve.speculation.hindsight import (
     look_back,
 )
 from specserve.speculation.recording import Recording, read_steps
+from tests.serve_command import start
 from tests.speculation_world import Kind, a_world
-from tests.test_demo_server import start
 from tests.training_world import a_target
 
 
