@@ -1,4 +1,4 @@
-"""The command line: `specserve serve | generate | pull | bench | loadgen | study | trace`.
+"""The command line: `specserve serve | generate | pull | bench | loadgen | study | report | trace`.
 
 Heavy imports wait until a command needs them, so that --help answers at once.
 """
@@ -50,7 +50,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("draft", help="`draft train`, `draft eval`: drafts for a target of yours")
     commands.add_parser("loadgen", help="load a server and measure it (see loadgen --help)")
-    commands.add_parser("study", help="experiments: `study never-slower`, `study regret`")
+    commands.add_parser("study", help="experiments on a running server (see study --help)")
+    commands.add_parser(
+        "report", help="`report A.json`: tables, page; `report A.json B.json`: compare"
+    )
     commands.add_parser("trace", help="read traces: `trace FILE`, `trace serve`, `trace export`")
     return parser
 
@@ -87,6 +90,10 @@ def main(argv: list[str] | None = None) -> int:
         from specserve.hindsight_report import main as regret_main
 
         return regret_main(arguments[2:])
+    if arguments[:1] == ["report"]:
+        from specserve_loadgen.reports.command import main as report_main
+
+        return report_main(arguments[1:])
     if arguments[:1] == ["study"]:
         from specserve_loadgen.study import main as study_main
 

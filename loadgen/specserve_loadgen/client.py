@@ -60,6 +60,7 @@ def request_body(
         "drafter": settings.drafter,
         "max_draft_tokens": settings.max_draft_tokens,
         "verify": settings.verify,
+        "detailed": True if settings.detailed else None,
     }
     if chosen := {name: value for name, value in speculation.items() if value is not None}:
         body["speculation"] = chosen
@@ -168,7 +169,7 @@ class Client:
     ) -> tuple[RequestRecord, str]:
         """The request's record and answer. `take` gets the record also when cancelled."""
         body = request_body(self._settings, self._model, prompt, turn.request_idx, self.engine)
-        reply = Reply()
+        reply = Reply(keep_output=self._settings.keep_output)
         failure: Failure | None = Failure(kind="cancelled", message="this client was stopped")
         sent = self.now()
         try:

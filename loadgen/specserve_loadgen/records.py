@@ -12,6 +12,13 @@ from specserve_loadgen.wire import SpecserveMetrics, SpeculativeDecoding
 CountedBy = Literal["token_ids", "usage", "timings", "chunks"]
 
 
+class Output(msgspec.Struct, frozen=True):
+    """What a reply said. token_ids: None where some chunk did not tell them"""
+
+    text: str
+    token_ids: tuple[int, ...] | None
+
+
 class Chunk(msgspec.Struct, frozen=True):
     """One stream event with text or tokens in it."""
 
@@ -63,6 +70,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     malformed_metrics: str | None = None  # `metrics` was sent but has another shape
     failure: Failure | None = None
     timings: Timings | None = None  # llama.cpp's own
+    output: Output | None = None  # kept on request
 
     @property
     def succeeded(self) -> bool:

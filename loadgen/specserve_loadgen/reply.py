@@ -11,7 +11,7 @@ from specserve_loadgen.engines import (
     from_sglang,
 )
 from specserve_loadgen.prompt import Prompt
-from specserve_loadgen.records import Chunk, CountedBy, Failure, RequestRecord, Turn
+from specserve_loadgen.records import Chunk, CountedBy, Failure, Output, RequestRecord, Turn
 from specserve_loadgen.sse import SseEvent
 from specserve_loadgen.wire import (
     Metrics,
@@ -29,7 +29,10 @@ NULL = b"null"
 class Reply:
     """Mutable while the stream runs; written by the one task that reads it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_output: bool = False) -> None:
+        self._keep_output = keep_output
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
         self.has_begun = False  # the response's head has come
         self.done_at: float | None = None
         self._chunks: list[Chunk] = []
@@ -76,6 +79,9 @@ class Reply:
         if chunk.choices:
             choice = chunk.choices[0]
             self._finish_reason = choice.finish_reason or self._finish_reason
+            if self._keep_output:
+                self._texts.append(choice.new_text)
+                self._token_ids += choice.token_ids or ()
             if choice.answer:
                 self._answer.append(choice.answer)
             self._on_tokens(choice.token_ids, choice.has_text, chunk.usage, timed, now)
@@ -163,7 +169,12 @@ class Reply:
             malformed_metrics=self._malformed_metrics,
             failure=failure,
             timings=self._steps.last,
+            output=self._output() if self._keep_output else None,
         )
+
+    def _output(self) -> Output:
+        known = bool(self._token_ids) and self._counted_by == "token_ids"
+        return Output("".join(self._texts), tuple(self._token_ids) if known else None)
 
 
 _WEAKNESS: tuple[CountedBy, ...] = ("token_ids", "usage", "timings", "chunks")

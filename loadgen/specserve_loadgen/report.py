@@ -124,7 +124,7 @@ def make_report(settings: Settings, result: RunResult) -> Report:
         schema=SCHEMA,
         started_at=result.started_at,
         settings=settings,
-        environment=_environment(),
+        environment=environment(),
         model=result.model,
         server_version=result.server_version,
         engine=result.engine,
@@ -249,7 +249,7 @@ def _lateness(generator: Generator, latencies: Latencies) -> list[str]:
     return warnings
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
     try:
         version: str | None = metadata.version("specserve")
     except metadata.PackageNotFoundError:

@@ -78,6 +78,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str | None = None
     max_draft_tokens: int | None = None
     verify: str | None = None
+    detailed: bool = False  # ask for each step's counts: guesses, and how many of them were right
+    keep_output: bool = False  # records keep text and token ids, for whoever compares them
     cache_salt: str | None = None  # requests of another salt share no cached prefix
     salt_per_request: bool = False  # the request's index is added to the salt
     model: str | None = None  # None: the first of /v1/models

@@ -13,12 +13,17 @@ import msgspec
 from specserve_loadgen.cli import EXIT_FAILURES, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.never_slower import Arm, Plan, Study, render_study, run_study
+from specserve_loadgen.studies.command import COMMANDS
+from specserve_loadgen.studies.command import main as studies_main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: what the study asks for holds. 1: it does not. 2: it could not run."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in COMMANDS:
+        return studies_main(arguments)
     try:
-        options = _parser().parse_args(argv)
+        options = _parser().parse_args(arguments)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
     try:

@@ -28,13 +28,15 @@ class Choice(msgspec.Struct, frozen=True):
         return self.text if self.delta is None else self.delta.content
 
     @property
-    def has_text(self) -> bool:
-        if self.text:
-            return True
+    def new_text(self) -> str:
+        if self.text or self.delta is None:
+            return self.text or ""
         delta = self.delta
-        return delta is not None and bool(
-            delta.content or delta.reasoning_content or delta.reasoning
-        )
+        return (delta.reasoning_content or delta.reasoning or "") + (delta.content or "")
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.new_text)
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
