@@ -11,8 +11,10 @@ import base64
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import quote, urlencode
 
+import msgspec
 import pytest
 
 from tests.otlp_lines import BEGIN, a_line, a_span
@@ -233,3 +235,114 @@ async def test_calls_between_services_are_dependencies(tmp_path: Path) -> None:
     async with a_viewer(path) as viewer:
         body = (await viewer.get("/api/dependencies?endTs=1&lookback=1")).body
     assert body["data"] == [{"parent": "web", "child": "db", "callCount": 2}]
+
+
+# ---- what clients read it with ---------------------------------------------------------------
+
+
+def _with_ids(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join("ID" if word == "id" else word.title() for word in rest)
+
+
+class GrafanaTag(msgspec.Struct, forbid_unknown_fields=True):
+    """These are the types that Grafana's Jaeger source decodes with (`pkg/tsdb/jaeger/types`)."""
+
+    key: str
+    type: str
+    value: str | int | float | bool
+
+
+class GrafanaLog(msgspec.Struct, forbid_unknown_fields=True):
+    timestamp: int
+    fields: list[GrafanaTag]
+
+
+class GrafanaReference(msgspec.Struct, rename=_with_ids, forbid_unknown_fields=True):
+    ref_type: str
+    span_id: str
+    trace_id: str
+
+
+class GrafanaProcess(msgspec.Struct, rename="camel", forbid_unknown_fields=True):
+    service_name: str
+    tags: list[GrafanaTag]
+
+
+class GrafanaSpan(msgspec.Struct, rename=_with_ids, forbid_unknown_fields=True):
+    trace_id: str
+    span_id: str
+    process_id: str
+    operation_name: str
+    start_time: int
+    duration: int
+    logs: list[GrafanaLog]
+    references: list[GrafanaReference]
+    tags: list[GrafanaTag]
+    warnings: list[str] | None
+
+
+class GrafanaTrace(msgspec.Struct, rename=_with_ids, forbid_unknown_fields=True):
+    processes: dict[str, GrafanaProcess]
+    trace_id: str
+    warnings: list[str] | None
+    spans: list[GrafanaSpan]
+
+
+class GrafanaReply(msgspec.Struct, forbid_unknown_fields=True):
+    data: list[GrafanaTrace]
+    errors: None
+    limit: int
+    offset: int
+    total: int
+
+
+async def test_grafana_decodes_searches_and_traces(searched: Viewer, golden: Viewer) -> None:
+    search = await searched.get("/api/traces?service=specserve&limit=20")
+    assert len(msgspec.json.decode(search.text, type=GrafanaReply).data) == 3
+    one = await golden.get("/api/traces/5b8efff798038103d269b633813fc60c?start=1&end=2")
+    [trace] = msgspec.json.decode(one.text, type=GrafanaReply).data
+    assert {span.process_id for span in trace.spans} == trace.processes.keys()
+
+
+HexId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+Nanoseconds = Annotated[str, msgspec.Meta(pattern=r"^\d+$")]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class UiService(msgspec.Struct, rename="camel", forbid_unknown_fields=True):
+    name: str
+    span_count: Count
+    error_span_count: Count
+
+
+class UiSummary(msgspec.Struct, rename="camel", forbid_unknown_fields=True):
+    """As strict as the schemas that Jaeger's UI validates with (`api/v3/schemas.ts`)."""
+
+    trace_id: HexId
+    root_service_name: str
+    root_operation_name: str
+    min_start_time_unix_nano: Nanoseconds
+    max_end_time_unix_nano: Nanoseconds
+    span_count: Count
+    error_span_count: Count
+    orphan_span_count: Count
+    services: list[UiService]
+
+
+async def test_jaegers_ui_accepts_summaries(searched: Viewer) -> None:
+    """With the parameters that it sends."""
+    query = urlencode(
+        {
+            "query.serviceName": "specserve",
+            "query.startTimeMin": "2027-01-15T07:00:00.000Z",
+            "query.startTimeMax": "2027-01-15T09:00:00.000Z",
+            "query.searchDepth": "20",
+        }
+    )
+    reply = await searched.get(f"/api/v3/trace-summaries?{query}")
+    found = msgspec.json.decode(reply.text, type=dict[str, list[UiSummary]])["summaries"]
+    assert [summary.root_operation_name for summary in found] == [
+        *("GET /ready", "POST /v1/completions", "POST /v1/completions")
+    ]
+    assert [summary.error_span_count for summary in found] == [0, 1, 0]

@@ -110,7 +110,10 @@ class OtlpResource(msgspec.Struct):
 
     @property
     def service(self) -> str:
-        return str(plain(self.attributes).get(SERVICE_NAME) or NO_SERVICE)
+        for pair in self.attributes:
+            if pair.key == SERVICE_NAME:
+                return str(pair.value.plain()) or NO_SERVICE
+        return NO_SERVICE
 
 
 class RawScopeSpans(msgspec.Struct):

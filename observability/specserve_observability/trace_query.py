@@ -129,6 +129,10 @@ def _is_about_span(key: str) -> bool:
     return key in _SPECIAL_KEYS or key.startswith("resource.")
 
 
+def is_true(text: str) -> bool:
+    return text.lower() in ("true", "1", "t")
+
+
 def duration_ns(name: str, text: str) -> int:
     if text in ("", "0"):
         return 0
@@ -191,7 +195,7 @@ def _integer(name: str, text: str) -> int:
 def _has(read: ReadSpan, key: str, value: str) -> bool:
     span = read.span
     if key == "error":
-        return value.lower() in (("true", "1", "t") if span.is_error else ("false", "0", "f"))
+        return is_true(value) if span.is_error else value.lower() in ("false", "0", "f")
     if key == "span.status":
         return span.status.code == _STATUS_CODES.get(value.upper(), 0)
     if key == "span.kind":

@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from .otlp_reading import KIND_NAMES, OtlpResource, OtlpScope, OtlpSpan, ReadSpan, decode_span
-from .trace_query import TraceQuery, may_hold, span_test
+from .trace_query import TraceQuery, is_true, may_hold, span_test
 
 _SPAN_OVERHEAD_BYTES = 320  # objects around a span's bytes: its id in a set, list cells, headers
 _TRACE_OVERHEAD_BYTES = 2500
@@ -203,5 +203,7 @@ def _summary_matches(trace: StoredTrace, query: TraceQuery) -> bool:
     if query.start_max_ns is not None and trace.start_ns > query.start_max_ns:
         return False
     if query.start_min_ns is not None and trace.end_ns < query.start_min_ns:
+        return False
+    if is_true(query.attributes.get("error", "")) and not trace.num_errors:
         return False
     return trace.end_ns - trace.start_ns >= query.duration_min_ns

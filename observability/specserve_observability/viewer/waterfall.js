@@ -5,8 +5,9 @@ import { byId, make, place, time } from "./dom.js";
 import { accepted, drafted, requestOf } from "./model.js";
 
 const MAX_ROWS = 1500; // at once; more on demand
-const MAX_CHIPS = 12;
-const KNOWN = ["queue", "prefill", "decode", "tokenize", "plan", "draft", "target_forward", "verify", "commit"];
+const MAX_CHIPS = 16;
+const KNOWN = ["queue", "prefill", "decode", "decode.rounds", "tokenize", "stream", "plan", "draft", "target_forward", "verify", "commit"];
+const CLOSED = ["engine.step", "decode"]; // at first: their children are seen in their bars
 
 let model;
 let open; // ids of spans whose children are shown
@@ -18,7 +19,7 @@ let limit = MAX_ROWS;
 let current; // id of the span with the keyboard
 
 export function colourOf(name) {
-  if (KNOWN.includes(name)) return `of-${name}`;
+  if (KNOWN.includes(name)) return `of-${name.replace(".", "-")}`;
   let hash = 0;
   for (const letter of name) hash = (hash * 31 + letter.codePointAt(0)) % 6;
   return `other-${hash}`;
@@ -28,8 +29,7 @@ export function colourOf(name) {
 export function show(shown, spanId, keep) {
   model = shown;
   if (!keep) {
-    open = new Set(model.spans.filter((span) => span.level < 2 || span.children.length > 9).map((span) => span.id));
-    for (const span of model.spans) if (span.name === "engine.step") open.delete(span.id);
+    open = new Set(model.spans.filter((span) => !CLOSED.includes(span.name)).map((span) => span.id));
     told = new Set();
     limit = MAX_ROWS;
     current = undefined;
@@ -114,6 +114,7 @@ function hints(span) {
   const quiet = (text) => make("span", { class: "hint" }, text);
   if (of["specserve.queue.reason"]) return [quiet(of["specserve.queue.reason"])];
   if (of["specserve.prefill.tokens"] !== undefined) return [quiet(`${of["specserve.prefill.tokens"]} tokens`)];
+  if (of["specserve.stream.blocked"]) return [quiet(`waited ${time(of["specserve.stream.blocked"] * 1e6)} for the client`)];
   if (of["specserve.window.index"] !== undefined) return [quiet(`#${of["specserve.window.index"]}, ${of["specserve.window.steps"]} steps`)];
   const index = of["specserve.step.index"] !== undefined ? [quiet(`#${of["specserve.step.index"]} ${of["specserve.step.kind"] ?? ""}`)] : [];
   if (!drafted(of)) return index;
@@ -139,15 +140,22 @@ function bar(span) {
   return [whole, text];
 }
 
-// One chip per request of a step: how many of its guesses were accepted.
+// One chip per request of a step, or per step of a request: how many guesses were accepted.
 function chips(span) {
-  const rows = span.outcomes.slice(0, MAX_CHIPS).map((of) => {
-    const chip = make("span", { class: drafted(of) ? "chip" : "chip none", title: `${requestOf(of)}: ${accepted(of)} of ${drafted(of)} guesses accepted` });
-    for (let idx = 0; idx < Math.min(drafted(of), 16); idx++) chip.append(make("i", { class: idx < accepted(of) ? "yes" : "no" }));
-    return chip;
-  });
-  if (span.outcomes.length > MAX_CHIPS) rows.push(make("span", { class: "hint" }, `+${span.outcomes.length - MAX_CHIPS}`));
-  return rows.length ? [make("span", { class: "chips" }, ...rows)] : [];
+  const perStep = span.attributes["specserve.spec.drafted_per_step"] ?? [];
+  const right = span.attributes["specserve.spec.accepted_per_step"] ?? [];
+  const all = span.outcomes.length
+    ? span.outcomes.map((of) => [requestOf(of), drafted(of), accepted(of)])
+    : perStep.map((count, idx) => [`step ${idx + 1}`, count, right[idx] ?? 0]);
+  const shown = all.slice(0, MAX_CHIPS).map((one) => chip(...one));
+  if (all.length > MAX_CHIPS) shown.push(make("span", { class: "hint" }, `+${all.length - MAX_CHIPS}`));
+  return shown.length ? [make("span", { class: "chips" }, ...shown)] : [];
+}
+
+function chip(whose, guessed, right) {
+  const element = make("span", { class: guessed ? "chip" : "chip none", title: `${whose}: ${right} of ${guessed} guesses accepted` });
+  for (let idx = 0; idx < Math.min(guessed, 16); idx++) element.append(make("i", { class: idx < right ? "yes" : "no" }));
+  return element;
 }
 
 function isMarked(span) {
