@@ -25,8 +25,9 @@ install: native
 native: .venv/.installed
 	-@$(BIN)/python kernels/specserve_kernels/build_native.py
 
-.venv/.clients: .venv/.installed tests/clients/requirements.lock tests/clients/package-lock.json
+.venv/.clients: .venv/.installed tests/clients/requirements.lock tests/clients/older.lock tests/clients/package-lock.json
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/clients/requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/older_clients -r tests/clients/older.lock
 	-@if command -v npm >/dev/null; then npm ci --silent --ignore-scripts --no-audit --no-fund --prefix tests/clients; fi
 	@touch $@
 

@@ -136,6 +136,10 @@ ROOTS: Final[dict[str, Case]] = {
     "/v1/responses": first(
         "/v1/responses", input=PROMPT, max_output_tokens=14, temperature=0.8, seed=12
     ),
+    "/v1/responses: logprobs": first(
+        "/v1/responses", input=PROMPT, max_output_tokens=14, temperature=0.8, seed=12,
+        include=["message.output_text.logprobs"], top_logprobs=2,
+    ),
     "/v1/messages": first("/v1/messages", messages=MESSAGES, **OTHER),
     **guessed_by_grammar({
     "regex": first(

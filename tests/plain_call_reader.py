@@ -31,6 +31,7 @@ class PlainCallReader:
         # start: only white space so far. behind: nothing but that since a call.
         self._place: Literal["start", "text", "behind"] = "start"
         self._held = ""  # not known yet what it is
+        self._num_pushed = 0  # characters
         self._scanner: PlainCallScanner | None = None
         self._lead = 0  # of a call that has not begun: how much of what is held stands before it
         self._scanned = 0  # how much of what is held the scanner has read
@@ -44,6 +45,7 @@ class PlainCallReader:
 
     def push(self, text: str) -> list[Part]:
         self._held += text
+        self._num_pushed += len(text)
         parts: list[Part] = []
         while self._advance(parts):
             pass
@@ -57,7 +59,7 @@ class PlainCallReader:
         if self._place == "behind" and self._format.closes.startswith(held.strip()):
             return parts
         if held:
-            parts.append(Text(held))
+            parts.append(Text(held, self._num_pushed - len(held)))
         return parts
 
     def _advance(self, parts: list[Part]) -> bool:
@@ -137,5 +139,5 @@ class PlainCallReader:
 
     def _give_text(self, parts: list[Part], length: int) -> None:
         if length:
-            parts.append(Text(self._held[:length]))
+            parts.append(Text(self._held[:length], self._num_pushed - len(self._held)))
             self._held = self._held[length:]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specserve.server.call_reader import CALL_FORMATS, CallReader
-from specserve.server.parts import CallArguments, CallStart, Joined, Part, joined
+from specserve.server.parts import CallArguments, CallStart, Joined, Part, Text, joined
 from tests.plain_call_reader import PlainCallReader
 
 NAMES = ("get_weather", "add")
@@ -27,6 +27,12 @@ def read(layout: str, pieces: list[str], max_calls: int | None = None) -> tuple[
 
 def summary(reply: Joined) -> tuple[str, list[tuple[str, str]]]:
     return reply.text, [(call.name, call.arguments) for call in reply.calls]
+
+
+def places(parts: list[Part]) -> list[int]:
+    """Of each character of text, where it stands in the reply."""
+    texts = [part for part in parts if isinstance(part, Text)]
+    return [part.at + idx for part in texts for idx in range(len(part.text))]
 
 
 WEATHER = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
@@ -182,6 +188,8 @@ def test_the_quick_reader_gives_after_every_piece_what_the_readable_one_gives(
     by_quick += quick.finish()
     by_plain += plain.finish()
     assert summary(joined(by_quick)) == summary(joined(by_plain))
+    assert places(by_quick) == places(by_plain)
+    assert "".join(reply[at] for at in places(by_quick)) == joined(by_quick).text
     assert quick.calls == plain.calls
 
 

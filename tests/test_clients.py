@@ -31,6 +31,7 @@ from tests.test_server_tools import LARGE
 pytestmark = pytest.mark.timeout(240)
 
 CLIENTS = Path(__file__).parent / "clients"
+OLDER = Path(sys.prefix) / "older_clients"
 KEY, BUSY_KEY = "k-0123456789abcdef", "k-fedcba9876543210"
 TEXT = "héllo 🎉 wörld"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -45,8 +46,11 @@ ANSWERS: dict[str, Script] = {
 
 
 def answers(history: Seq[int]) -> int:
-    """What the last question's answer goes on with; to another question nothing is said."""
+    """What the last question's answer goes on with; to another question nothing is said. Behind a
+    text without questions comes the next letter."""
     known = list(history)
+    if ASSISTANT not in known:
+        return known[-1] + 1
     begins = len(known) - known[::-1].index(ASSISTANT)
     asked = len(known) - known[::-1].index(USER)
     question = bytes(known[asked : begins - 1]).decode()
@@ -219,6 +223,64 @@ def write_models(directory: Path, url: str) -> None:
     (directory / "extra-openai-models.yaml").write_text(json.dumps(models))
 
 
+# By major version: the one that other tests use, and the one before it, which many still have.
+VERSIONS = {
+    "openai": {"2": ("2.54.0", OLDER), "3": ("3.", None)},
+    "anthropic": {"1": ("1.17.0", OLDER), "2": ("2.", None)},
+}
+REFUSALS = {
+    "400": "BadRequestError",
+    "400, too long": "BadRequestError",
+    "401": "AuthenticationError",
+    "404": "NotFoundError",
+    "429": "RateLimitError",
+}
+
+
+async def report_of_version(package: str, major: str) -> dict[str, Any]:
+    version, folder = VERSIONS[package][major]
+    if folder is not None and not (folder / package).is_dir():
+        pytest.skip(f"{package} {version} is not installed: make clients")
+    report = await report_of(
+        *(sys.executable, f"with_{package}.py"),
+        environment={"PYTHONPATH": "" if folder is None else str(folder)},
+    )
+    assert report["version"].startswith(version)
+    return report
+
+
+@pytest.mark.parametrize("major", VERSIONS["openai"])
+async def test_openai_for_python(major: str) -> None:
+    report = await report_of_version("openai", major)
+    check_usage(report)
+    check_structured(report["structured"])
+    for way in ("chat", "stream"):
+        assert {key: report[way][key] for key in SAID} == SAID
+    assert report["tools"] == TOOLS
+    responses = report["responses"]
+    assert (responses["text"], responses["last"]) == (TEXT, "response.completed")
+    assert responses["logprobs"] == responses["streamed"]
+    assert len(responses["logprobs"]) == len(TEXT.encode()) + 1  # and its end
+    assert report["completions"] == {"whole": "bcd", "streamed": "bcd", "tokens": 3}
+    assert report["breaks"] == ["12345", "APIError"]
+    assert report["models"] == ["test"]
+    assert report["refusals"] == REFUSALS
+
+
+@pytest.mark.parametrize("major", VERSIONS["anthropic"])
+async def test_anthropic(major: str) -> None:
+    report = await report_of_version("anthropic", major)
+    check_usage(report)
+    for way in ("chat", "stream"):
+        assert report[way]["blocks"] == [["thinking", "hm"], ["text", TEXT]]
+        assert report[way]["reason"] == "end_turn"
+    assert report["tools"] == TOOLS
+    assert report["count"] == report["chat"]["usage"][0]
+    assert report["breaks"][0] == "12345"
+    assert report["breaks"][1] in ("APIStatusError", "APIError", "InternalServerError")
+    assert report["refusals"] == REFUSALS
+
+
 async def test_openai_for_node() -> None:
     node = needs_node("openai")
     report = await report_of(node, "with_openai.mjs")
@@ -230,13 +292,7 @@ async def test_openai_for_node() -> None:
     assert report["responses"] == {"text": TEXT, "last": "response.completed"}
     assert report["breaks"] == ["12345", "APIError"]
     assert report["models"] == ["test"]
-    assert report["refusals"] == {
-        "400": "BadRequestError",
-        "400, too long": "BadRequestError",
-        "401": "AuthenticationError",
-        "404": "NotFoundError",
-        "429": "RateLimitError",
-    }
+    assert report["refusals"] == REFUSALS
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

@@ -87,8 +87,9 @@ def body_with(base: dict[str, object], path: str, value: object) -> dict[str, ob
     """speculation.max_draft_tokens needs a drafter that takes it."""
     if path.startswith("speculation."):
         return {**base, "speculation": {path.removeprefix("speculation."): value}}
-    if path == "top_logprobs":
-        return {**base, "logprobs": True, path: value}
+    if path == "top_logprobs":  # of a chat, of /v1/responses
+        asked = {"logprobs": True, "include": ["message.output_text.logprobs"]}
+        return {**base, **asked, path: value}
     return {**base, path: value}
 
 

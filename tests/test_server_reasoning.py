@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specserve.server.call_reader import CALL_FORMATS, CallReader
-from specserve.server.parts import Joined, PlainReader, joined
+from specserve.server.parts import Joined, PlainReader, Text, joined
 from specserve.server.readers import ReplyFormat
 from specserve.server.state import ServerSettings
 from specserve.server.thinking import ThinkReader
@@ -34,7 +34,12 @@ THINK_TEMPLATE = (
 
 def read(pieces: list[str], *, opened: bool) -> Joined:
     reader = ThinkReader(PlainReader(), opened=opened)
-    return joined([*(part for piece in pieces for part in reader.push(piece)), *reader.finish()])
+    parts = [*(part for piece in pieces for part in reader.push(piece)), *reader.finish()]
+    reply = "".join(pieces)
+    for part in parts:
+        if isinstance(part, Text):
+            assert reply[part.at :].startswith(part.text)
+    return joined(parts)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tests.test_server_tools import ADD, ARGUMENTS, CALL, LARGE
 pytestmark = pytest.mark.timeout(60)
 
 TOOL = {"type": "function", **ADD["function"]}
+LOGPROBS: Any = ["message.output_text.logprobs"]
 REPLY = f"<think>é so</think>Let me see.\n{CALL}\n{CALL}"
 
 
@@ -226,8 +227,9 @@ async def test_items_mean_the_same_conversation_as_messages() -> None:
         ({"background": True}, "background"),
         ({"conversation": {"id": "x"}}, "conversation"),
         ({"prompt": {"id": "x"}}, "prompt"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21, "include": LOGPROBS}, "top_logprobs"),
+        ({"top_logprobs": -1, "include": LOGPROBS}, "top_logprobs"),
         ({"model": "other"}, "model"),
     ],
 )  # fmt: skip

@@ -75,6 +75,7 @@ class CallReader:
     Of a pushed text, `_given` characters are dealt with; behind them comes what is known to be
     text, from `_begin` on what may be a call (or white space before one), and from `_at` on what
     was not read. What may be a call may have begun in earlier pushes: those are in `_kept`.
+    `_first` characters were pushed before `_text`.
     """
 
     reasoning_bytes = 0
@@ -90,7 +91,7 @@ class CallReader:
         self._place: Literal["start", "text", "behind"] = "start"
         self._kept: list[str] = []
         self._text = ""
-        self._given = self._begin = self._at = 0
+        self._first = self._given = self._begin = self._at = 0
         self._scanner: CallScanner | None = None
         self._lead = 0  # of a call that has not begun: characters from _begin to its object
         self._started = False
@@ -103,7 +104,7 @@ class CallReader:
 
     def push(self, text: str) -> list[Part]:
         parts: list[Part] = []
-        self._take(text)
+        self._take(text, first=self._first + len(self._text))
         if self._scanner is None and self._kept:
             if text.isspace() and self._kept[-1].isspace():
                 self._kept.append(text)
@@ -126,17 +127,17 @@ class CallReader:
         if self._place == "behind" and self._format.closes.startswith(held.strip()):
             return parts
         if held:
-            parts.append(Text(held))
+            parts.append(Text(held, self._first + len(self._text) - len(held)))
         return parts
 
-    def _take(self, text: str) -> None:
-        self._text = text
+    def _take(self, text: str, *, first: int) -> None:
+        self._text, self._first = text, first
         self._given = self._begin = self._at = 0
 
     def _read_kept_again(self) -> None:
-        text = "".join([*self._kept, self._text])
+        kept = "".join(self._kept)
         self._kept.clear()
-        self._take(text)
+        self._take(kept + self._text, first=self._first - len(kept))
 
     def _advance(self, parts: list[Part]) -> bool:
         """Reads on; whether there may be more to read."""
@@ -225,7 +226,7 @@ class CallReader:
 
     def _give_text(self, parts: list[Part], end: int) -> None:
         if end > self._given:
-            parts.append(Text(self._text[self._given : end]))
+            parts.append(Text(self._text[self._given : end], self._first + self._given))
             self._given = end
 
 

@@ -14,7 +14,10 @@ import msgspec
 
 
 class Text(msgspec.Struct, frozen=True):
+    """at: where it begins in all that the reader was given, in characters"""
+
     text: str
+    at: int
 
 
 class Reasoning(msgspec.Struct, frozen=True):
@@ -65,8 +68,13 @@ class PlainReader:
     calls = False
     reasoning_bytes = 0
 
+    def __init__(self) -> None:
+        self._at = 0
+
     def push(self, text: str) -> list[Part]:
-        return [Text(text)] if text else []
+        at = self._at
+        self._at += len(text)
+        return [Text(text, at)] if text else []
 
     def finish(self) -> list[Part]:
         return []

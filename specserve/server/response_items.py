@@ -62,11 +62,10 @@ class Items:
                 arguments=segment.text if begun else "",
                 status=status,
             )
-        if segment.kind == "reasoning":
-            thoughts = [ReasoningText(segment.text)] if begun else []
-            return ReasoningItem(id=item_id, status=status, content=thoughts)
-        texts = [OutputText(text=segment.text)] if begun else []
-        return MessageItem(id=item_id, status=status, content=texts)
+        content = _content(segment)
+        if isinstance(content, ReasoningText):
+            return ReasoningItem(id=item_id, status=status, content=[content] if begun else [])
+        return MessageItem(id=item_id, status=status, content=[content] if begun else [])
 
     def events(self, changes: Iterable[Change]) -> list[msgspec.Struct]:
         told: list[msgspec.Struct] = []
@@ -74,7 +73,7 @@ class Items:
             if change.what == "opened":
                 told += self._opened(change.segment)
             elif change.what == "more":
-                told.append(self._more(change.segment, change.more))
+                told.append(self._more(change))
             else:
                 told += self._closed(change.segment)
         return told
@@ -94,45 +93,66 @@ class Items:
             sequence_number=self.number(),
             output_index=segment.idx,
             item_id=self._id(segment),
-            part=_content(segment.kind, ""),
+            part=ReasoningText("") if segment.kind == "reasoning" else OutputText(text=""),
         )
         return [added, part]
 
-    def _more(self, segment: Segment, text: str) -> msgspec.Struct:
-        return _DELTAS[segment.kind](
+    def _more(self, change: Change) -> msgspec.Struct:
+        segment = change.segment
+        delta = _DELTAS[segment.kind](
             sequence_number=self.number(),
             output_index=segment.idx,
             item_id=self._id(segment),
-            delta=text,
+            delta=change.more,
         )
+        if isinstance(delta, TextDelta) and change.logprobs:
+            return msgspec.structs.replace(delta, logprobs=change.logprobs)
+        return delta
 
     def _closed(self, segment: Segment) -> list[msgspec.Struct]:
-        item_id, idx, text = self._id(segment), segment.idx, segment.text
-        told: list[msgspec.Struct] = []
-        if segment.kind == "call":
-            told.append(
-                ArgumentsDone(
-                    sequence_number=self.number(),
-                    output_index=idx,
-                    item_id=item_id,
-                    name=segment.name,
-                    arguments=text,
-                )
-            )
-        else:
-            kind = ReasoningDone if segment.kind == "reasoning" else TextDone
-            told += [
-                kind(sequence_number=self.number(), output_index=idx, item_id=item_id, text=text),
-                ContentDone(
-                    sequence_number=self.number(),
-                    output_index=idx,
-                    item_id=item_id,
-                    part=_content(segment.kind, text),
-                ),
-            ]
-        done = ItemDone(sequence_number=self.number(), output_index=idx, item=self.item(segment))
+        told = self._call_done(segment) if segment.kind == "call" else self._text_done(segment)
+        done = ItemDone(
+            sequence_number=self.number(), output_index=segment.idx, item=self.item(segment)
+        )
         return [*told, done]
 
+    def _call_done(self, segment: Segment) -> list[msgspec.Struct]:
+        return [
+            ArgumentsDone(
+                sequence_number=self.number(),
+                output_index=segment.idx,
+                item_id=self._id(segment),
+                name=segment.name,
+                arguments=segment.text,
+            )
+        ]
 
-def _content(kind: str, text: str) -> OutputText | ReasoningText:
-    return ReasoningText(text) if kind == "reasoning" else OutputText(text=text)
+    def _text_done(self, segment: Segment) -> list[msgspec.Struct]:
+        item_id, idx, text = self._id(segment), segment.idx, segment.text
+        number = self.number()
+        done: TextDone | ReasoningDone
+        if segment.kind == "reasoning":
+            done = ReasoningDone(
+                sequence_number=number, output_index=idx, item_id=item_id, text=text
+            )
+        else:
+            done = TextDone(
+                sequence_number=number,
+                output_index=idx,
+                item_id=item_id,
+                text=text,
+                logprobs=segment.logprobs,
+            )
+        part = ContentDone(
+            sequence_number=self.number(),
+            output_index=idx,
+            item_id=item_id,
+            part=_content(segment),
+        )
+        return [done, part]
+
+
+def _content(segment: Segment) -> OutputText | ReasoningText:
+    if segment.kind == "reasoning":
+        return ReasoningText(segment.text)
+    return OutputText(text=segment.text, logprobs=segment.logprobs)

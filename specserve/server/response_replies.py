@@ -7,7 +7,7 @@ from typing import Any, Literal  # Any: JSON that is given back as it came
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from specserve.server.replies import CachedTokens, Metrics, ReasoningTokens
+from specserve.server.replies import CachedTokens, Metrics, ReasoningTokens, TokenLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -15,7 +15,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
     text: str
     annotations: list[None] = []
-    logprobs: list[None] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
@@ -96,6 +96,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     text: ResponseText
     tool_choice: Any
     tools: list[Any]
+    top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
@@ -156,12 +157,12 @@ class ContentDone(ContentEvent, frozen=True, kw_only=True, tag="response.content
 
 class TextDelta(ContentEvent, frozen=True, kw_only=True, tag="response.output_text.delta"):
     delta: str
-    logprobs: list[None] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class TextDone(ContentEvent, frozen=True, kw_only=True, tag="response.output_text.done"):
     text: str
-    logprobs: list[None] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class ReasoningDelta(ContentEvent, frozen=True, kw_only=True, tag="response.reasoning_text.delta"):

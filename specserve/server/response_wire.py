@@ -66,6 +66,9 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     format: TextFormat | None = None
 
 
+LOGPROBS = "message.output_text.logprobs"
+
+
 class ResponsesBody(Extensions, frozen=True, kw_only=True):
     input: str | list[InputItem] | None = None
     instructions: str | None = None
@@ -78,13 +81,17 @@ class ResponsesBody(Extensions, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     include: list[str] | None = None
     store: bool | None = None  # nothing is, and the reply says so
+    top_logprobs: int | None = None
 
     background: object = None
     conversation: object = None
     max_tool_calls: object = None
     previous_response_id: object = None
     prompt: object = None
-    top_logprobs: object = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
 
 
 _REFUSED = {
@@ -93,7 +100,6 @@ _REFUSED = {
     "max_tool_calls": "it is of tools that the server itself calls, of which there are none",
     "previous_response_id": "this server stores no responses: send the conversation in input",
     "prompt": "this server stores no prompts: send the text in input or instructions",
-    "top_logprobs": "log-probabilities are given by /v1/chat/completions",
 }
 
 
@@ -102,8 +108,12 @@ def chat_of(body: ResponsesBody) -> ChatBody:
     for name, why in _REFUSED.items():
         if getattr(body, name):  # fields of the Struct
             _refuse(name, why)
-    if "message.output_text.logprobs" in (body.include or ()):
-        _refuse("include", _REFUSED["top_logprobs"])
+    if body.top_logprobs and not body.wants_logprobs:
+        raise RequestError(
+            f"top_logprobs is {body.top_logprobs}, but nothing asks for log-probabilities: add "
+            f"{LOGPROBS!r} to include",
+            param="top_logprobs",
+        )
     messages = _messages(body)
     shared = {name: getattr(body, name) for name in Extensions.__struct_fields__}
     return convert_body(
@@ -111,6 +121,8 @@ def chat_of(body: ResponsesBody) -> ChatBody:
             **shared,
             "messages": messages,
             "max_completion_tokens": body.max_output_tokens,
+            "logprobs": body.wants_logprobs,
+            "top_logprobs": body.top_logprobs,
             "tools": [_tool(tool) for tool in body.tools or ()],
             "tool_choice": _tool_choice(body.tool_choice),
             "parallel_tool_calls": body.parallel_tool_calls,

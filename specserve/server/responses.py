@@ -32,6 +32,8 @@ from specserve.server.segments import Change, Segments
 from specserve.server.sse import NAMED, Framing
 from specserve.server.state import STATE
 from specserve.server.tally import Tally
+from specserve.server.text_logprobs import TextLogprobs
+from specserve.tokenizer import Tokenizer
 from specserve.types import TokenChunk
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -46,7 +48,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
         chat = await converse(request, asked, prefix="resp_", param_names={})
     except RequestError as error:
         raise in_own_words(error) from None
-    return await answer(request, chat.job, ResponseShape(chat, body))
+    return await answer(request, chat.job, ResponseShape(chat, body, state.engine.tokenizer))
 
 
 class ResponseShape:
@@ -54,11 +56,15 @@ class ResponseShape:
 
     framing: ClassVar[Framing] = NAMED
 
-    def __init__(self, chat: Conversation, body: ResponsesBody) -> None:
+    def __init__(self, chat: Conversation, body: ResponsesBody, tokenizer: Tokenizer) -> None:
         self._job = chat.job
         self._body = body
         [self._voice] = chat.voices
-        self._segments = Segments()
+        self._logprobs = None
+        if self._job.params.logprobs is not None:
+            skips = self._job.params.skip_special_tokens
+            self._logprobs = TextLogprobs(tokenizer, skip_special_tokens=skips)
+        self._segments = Segments(self._logprobs)
         self._items = Items()
         self._finished: TokenChunk | None = None
 
@@ -91,6 +97,8 @@ class ResponseShape:
         return self._complete(tally)
 
     def _read(self, chunk: TokenChunk) -> Seq[Change]:
+        if self._logprobs is not None:
+            self._logprobs.push(chunk)
         changes = self._segments.push(self._voice.read(chunk))
         if chunk.finish_reason is not None:
             self._finished = chunk
@@ -136,6 +144,7 @@ class ResponseShape:
             text=ResponseText({"type": "text"} if text is None else _given(text)),
             tool_choice=_given(body.tool_choice) or "auto",
             tools=[_given(tool) for tool in body.tools or ()],
+            top_logprobs=job.params.logprobs or 0,
             top_p=job.params.top_p,
         )
 

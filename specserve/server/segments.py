@@ -8,7 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from specserve.server.parts import CallArguments, CallStart, Part, Reasoning
+from specserve.server.parts import CallArguments, CallStart, Part, Reasoning, Text
+from specserve.server.replies import TokenLogprob
+from specserve.server.text_logprobs import TextLogprobs
 
 
 class Segment(msgspec.Struct, kw_only=True):
@@ -20,20 +22,27 @@ class Segment(msgspec.Struct, kw_only=True):
     call_id: str = ""
     name: str = ""
     whole: bool = False  # it has ended by itself; of a call: its arguments are a JSON object
+    logprobs: list[TokenLogprob] = []
 
 
 class Change(msgspec.Struct, frozen=True):
-    """What happened to a segment: it opened, got `more` text, or closed."""
+    """What happened to a segment: it opened, got `more` text, or closed.
+
+    logprobs: of the text that it got, and at the end of what ended it
+    """
 
     what: Literal["opened", "more", "closed"]
     segment: Segment
     more: str = ""
+    logprobs: list[TokenLogprob] = []
 
 
 class Segments:
     """all: closed ones and the one that is open"""
 
-    def __init__(self) -> None:
+    def __init__(self, logprobs: TextLogprobs | None = None) -> None:
+        """logprobs: of its text, which the caller pushes chunks to first; None: not wanted"""
+        self._logprobs = logprobs
         self.all: list[Segment] = []
         self._open: Segment | None = None
 
@@ -50,14 +59,27 @@ class Segments:
                 if self._open is None or self._open.kind != kind:
                     changes += self._next(kind)
             assert self._open is not None
-            self._open.text += part.text
-            changes.append(Change("more", self._open, part.text))
+            changes.append(self._more(self._open, part))
         return changes
 
     def finish(self, *, cut: bool) -> list[Change]:
         """cut: the reply was, so its last segment is not whole. An empty reply is an empty text."""
         changes = [] if self.all else self._next("text")
+        if self._logprobs is not None and self._open is not None and self._open.kind == "text":
+            changes += self._end(self._open, self._logprobs.take_end())
         return changes + self._close(whole=not cut)
+
+    def _more(self, segment: Segment, part: Text | Reasoning | CallArguments) -> Change:
+        segment.text += part.text
+        if self._logprobs is None or not isinstance(part, Text):
+            return Change("more", segment, part.text)
+        told = self._logprobs.take(part.at, len(part.text))
+        segment.logprobs += told
+        return Change("more", segment, part.text, told)
+
+    def _end(self, segment: Segment, told: list[TokenLogprob]) -> list[Change]:
+        segment.logprobs += told
+        return [Change("more", segment, "", told)] if told else []
 
     def _next(
         self, kind: Literal["reasoning", "text", "call"], *, call_id: str = "", name: str = ""

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import Literal
 
 from specserve.output import longest_stop_prefix
-from specserve.server.parts import Part, Reader, Reasoning
+from specserve.server.parts import Part, Reader, Reasoning, Text
 from specserve.tokenizer import Tokenizer
 
 OPENS = "<think>"
@@ -28,6 +28,7 @@ class ThinkReader:
         self._place: Place = "start"
         self._blank: list[str] = []  # white space that the reply begins with, joined once
         self._held = ""  # not known yet what it is
+        self._num_taken = 0  # characters of reasoning and its marks
         self.reasoning_bytes = 0
 
     @property
@@ -36,7 +37,7 @@ class ThinkReader:
 
     def push(self, text: str) -> list[Part]:
         if self._place == "behind":
-            return self._then.push(text)
+            return self._behind(self._then.push(text))
         if self._place == "start" and not self._held and not text.strip():
             self._blank.append(text)
             return []
@@ -52,7 +53,7 @@ class ThinkReader:
         parts = self._read()
         if self._place == "inside":
             parts += self._reasoning(len(self._held))
-        return parts + self._then.finish()
+        return parts + self._behind(self._then.finish())
 
     def _hold(self, text: str) -> None:
         self._held = "".join([*self._blank, self._held, text])
@@ -79,8 +80,17 @@ class ThinkReader:
             self._place = "behind"
         if self._place == "behind":
             text, self._held = self._held, ""
-            parts += self._then.push(text) if text else []
+            parts += self._behind(self._then.push(text)) if text else []
         return parts
+
+    def _behind(self, parts: list[Part]) -> list[Part]:
+        """The other reader's, where they are in what this one was given."""
+        if not self._num_taken:
+            return parts
+        return [
+            Text(part.text, part.at + self._num_taken) if isinstance(part, Text) else part
+            for part in parts
+        ]
 
     def _reasoning(self, length: int) -> list[Part]:
         text = self._take(length)
@@ -89,6 +99,7 @@ class ThinkReader:
     def _take(self, length: int) -> str:
         """What is reasoning, or its mark."""
         text, self._held = self._held[:length], self._held[length:]
+        self._num_taken += length
         self.reasoning_bytes += len(text.encode())
         return text
 
