@@ -34,7 +34,7 @@ from specserve.types import (
     StepTimings,
     TokenChunk,
 )
-from specserve_observability.logs import get_logger
+from specserve_observability.logs import bound_request, get_logger
 from specserve_observability.records import RequestRecord, RowRecord, StepRecord
 
 P = ParamSpec("P")
@@ -267,7 +267,8 @@ class Engine:
         try:
             kept, stop, record = live.on_row(row, row_result, timings.draft_start, timings.end)
         except Exception as error:  # one request's text work must not end the others
-            self._log.exception("commit_failed", request_id=row.request.request_id)
+            with bound_request(row.request.request_id, row.request.traceparent):
+                self._log.exception("commit_failed")
             why = f"its output could not be processed: {type(error).__name__}"
             self._finish(live, [], None, "error", error=why)
             return None

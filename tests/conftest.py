@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+import structlog
 
 from specserve.spinning import spin_briefly
 
@@ -32,6 +35,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """Triton reads this once, when it is first imported: before any test module is."""
     if config.getoption("markexpr") != "gpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def logging_as_it_was() -> Iterator[None]:
+    """For tests that configure logging: afterwards it is what it was before."""
+    root = logging.getLogger()
+    handlers, level, config = root.handlers[:], root.level, structlog.get_config()
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.configure(**config)
+    structlog.contextvars.clear_contextvars()
 
 
 @pytest.fixture(scope="session")

@@ -31,8 +31,7 @@ COPY = (
 def server(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = start(tmp_path_factory.mktemp("serve"), "--drafters", "ngram")
     yield running
-    running.process.kill()
-    running.process.communicate()
+    running.kill()
 
 
 def test_it_says_where_it_is_what_memory_it_takes_and_what_to_type_next(server: Server) -> None:
@@ -206,8 +205,7 @@ def test_sigterm_lets_a_live_stream_finish_and_the_trace_file_tells_the_steps(
         assert chunks[-1].choices[0].finish_reason == "length"
         assert running.process.wait(60) == 0
     finally:
-        running.process.kill()
-        running.process.communicate()
+        running.kill()
     spans = [
         span
         for line in running.trace_file.read_text().splitlines()
@@ -277,5 +275,4 @@ async def test_https_keys_and_pages_are_served_as_the_command_line_says(
         running.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(running.process.wait, 60) == 0
     finally:
-        running.process.kill()
-        running.process.communicate()
+        running.kill()

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 import structlog
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
-from specserve_observability.logs import bound_traceparent, configure_logging, get_logger
+from specserve_observability.logs import (
+    bound_request,
+    configure_logging,
+    get_logger,
+    rename_request,
+)
+from tests.log_lines import json_lines
 
 TRACE_ID, SPAN_ID = "a" * 32, "b" * 16
 TRACEPARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
 FORGED = "x\r\n2030-01-01T00:00:00Z [error    ] disk_on_fire\x1b[31m\u2028\x85y"
 
 
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level, config = root.handlers[:], root.level, structlog.get_config()
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.configure(**config)
-    structlog.contextvars.clear_contextvars()
-
-
-def json_lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return [json.loads(line) for line in captured.err.splitlines()]
+pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 
 
 def test_an_event_is_one_json_object_with_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,19 +40,21 @@ def test_an_event_is_one_json_object_with_its_numbers(capsys: pytest.CaptureFixt
     }
 
 
-def test_lines_inside_a_request_carry_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_inside_a_request_carry_its_ids(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(json=True)
     log = get_logger("specserve.server")
-    with bound_traceparent(TRACEPARENT):
+    with bound_request("r1", TRACEPARENT):
         log.info("inside")
-    with bound_traceparent("garbage"):
+        rename_request("r2")
+        log.info("renamed")
+    with bound_request("r3", "garbage"):
         log.info("no_trace")
-    with bound_traceparent(None):
-        log.info("outside")
-    inside, no_trace, outside = json_lines(capsys)
+    log.info("outside")
+    inside, renamed, no_trace, outside = json_lines(capsys)
     assert (inside["trace_id"], inside["span_id"]) == (TRACE_ID, SPAN_ID)
-    assert "trace_id" not in no_trace
-    assert "trace_id" not in outside
+    assert [line.get("request_id") for line in (inside, renamed)] == ["r1", "r2"]
+    assert (no_trace["request_id"], "trace_id" in no_trace) == ("r3", False)
+    assert not {"trace_id", "request_id"} & outside.keys()
 
 
 def test_the_current_span_of_opentelemetry_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,10 +99,12 @@ def test_prompts_and_completions_are_never_written(
     capsys: pytest.CaptureFixture[str], as_json: bool, key: str
 ) -> None:
     configure_logging(json=as_json)
-    get_logger("a").info("request_received", **{key: ["my secret"]})
+    secret = {key: ["my secret"]}
+    get_logger("a").info("request_received", **secret)
+    get_logger("a").info("request_received", body=secret, bodies=[{"n": 1, "deep": (secret,)}])
     written = capsys.readouterr().err
     assert "secret" not in written
-    assert "<1 hidden>" in written
+    assert written.count("<1 hidden>") == 3
 
 
 def test_a_level_hides_what_is_below_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +124,7 @@ def test_a_level_that_does_not_exist_is_refused_with_the_choices() -> None:
 
 def test_lines_of_other_libraries_take_the_same_form(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(json=True)
-    with bound_traceparent(TRACEPARENT):
+    with bound_request("r1", TRACEPARENT):
         logging.getLogger("aiohttp.server").warning("bad request from %s", "1.2.3.4")
     logging.getLogger("aiohttp.server").info("life story")
     (line,) = json_lines(capsys)

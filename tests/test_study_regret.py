@@ -176,11 +176,11 @@ def test_a_served_text_tells_which_of_all_proposed_guesses_were_right(
             for one in pool.map(ask, range(24)):
                 drafted, accepted = drafted + one[0], accepted + one[1]
         server.process.send_signal(signal.SIGTERM)
-        said, _ = server.process.communicate(timeout=60)
+        assert server.process.wait(60) == 0
     finally:
-        server.process.kill()
+        server.kill()
     steps = read_steps(file)
-    assert f"{len(steps)} recorded steps are in {file}" in said
+    assert f"{len(steps)} recorded steps are in {file}" in server.said
     rows = [row for step in steps for row in step.rows]
     assert sum(sum(row.kept) for row in rows) == drafted > accepted > 0
     num_right = sum(

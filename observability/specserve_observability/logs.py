@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Protocol, cast
 
@@ -64,16 +64,19 @@ def configure_logging(*, json: bool = False, level: str = "info") -> None:
 
 
 @contextmanager
-def bound_traceparent(traceparent: str | None) -> Iterator[None]:
-    """Lines logged inside carry the trace_id and span_id of a W3C traceparent."""
+def bound_request(request_id: str, traceparent: str | None) -> Iterator[None]:
+    """Lines logged inside carry request_id, and trace_id and span_id of a W3C traceparent."""
     context = None if traceparent is None else parse_traceparent(traceparent)
-    if context is None:
+    ids = {"request_id": request_id}
+    if context is not None:
+        ids |= {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+    with structlog.contextvars.bound_contextvars(**ids):
         yield
-        return
-    with structlog.contextvars.bound_contextvars(
-        trace_id=f"{context.trace_id:032x}", span_id=f"{context.span_id:016x}"
-    ):
-        yield
+
+
+def rename_request(request_id: str) -> None:
+    """From here on the lines of the bound request carry this id."""
+    structlog.contextvars.bind_contextvars(request_id=request_id)
 
 
 def _configure_structlog(threshold: int, last: list[Processor]) -> None:
@@ -155,11 +158,19 @@ def _add_current_span(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
 
 
 def _hide_user_text(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    for key in _USER_TEXT.intersection(event):
-        value = event[key]
-        size = len(value) if hasattr(value, "__len__") else "?"
-        event[key] = f"<{size} hidden>"
-    return event
+    return {key: _without_user_text(key, value) for key, value in event.items()}
+
+
+def _without_user_text(key: object, value: object) -> object:
+    """The value, or what may be said of it; looks into mappings and lists."""
+    if key in _USER_TEXT:
+        size = len(value) if isinstance(value, Sized) else "?"
+        return f"<{size} hidden>"
+    if isinstance(value, Mapping):
+        return {name: _without_user_text(name, inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_user_text("", inner) for inner in value]
+    return value
 
 
 def _escape_control_characters(_: WrappedLogger, __: str, event: EventDict) -> EventDict:

@@ -94,7 +94,7 @@ async def _stream(request: web.Request, job: Job, shape: Shape, tally: Tally) ->
     except Exception:
         if not events.is_open:
             raise
-        _log.exception("stream_failed", request_id=request[CONTEXT].request_id)
+        _log.exception("stream_failed")
         await _fail(request, events, shape, errors.internal_error())
     return events.response
 

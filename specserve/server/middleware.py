@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import uuid
 from contextlib import AbstractContextManager, nullcontext
 
@@ -14,9 +15,10 @@ from specserve.errors import EngineError, RequestError
 from specserve.server import errors
 from specserve.server.keys import OPEN_ROUTES
 from specserve.server.protocol import ServerProtocol
+from specserve.server.request_log import log_request
 from specserve.server.state import CONTEXT, STATE, RequestContext
 from specserve.server.traffic import TRAFFIC_CLASS_HEADER
-from specserve_observability.logs import get_logger
+from specserve_observability.logs import bound_request, get_logger
 
 REQUEST_ID_PATTERN = "[A-Za-z0-9._:-]{1,128}"
 # Their errors have Anthropic's shape.
@@ -53,16 +55,26 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
         ),
     )
     request[CONTEXT] = context
+    started = time.perf_counter()
     status = CLIENT_CLOSED_REQUEST
-    try:
-        response = await _answer(request, handler)
-        status = context.failed_status or response.status
-        return response
-    except (ConnectionError, asyncio.CancelledError):
-        context.attributes["specserve.client.disconnected"] = True
-        raise
-    finally:
-        context.span.end(status, context.attributes)
+    with bound_request(context.request_id, context.span.traceparent):
+        try:
+            response = await _answer(request, handler)
+            status = context.failed_status or response.status
+            return response
+        except (ConnectionError, asyncio.CancelledError):
+            context.attributes["specserve.client.disconnected"] = True
+            raise
+        finally:
+            context.span.end(status, context.attributes)
+            log_request(
+                request.method,
+                _route_name(request),
+                status,
+                time.perf_counter() - started,
+                context.traffic_class,
+                context.attributes,
+            )
 
 
 async def expected(request: web.Request) -> None:
@@ -130,7 +142,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except ConnectionError:
         raise
     except Exception:
-        _log.exception("request_failed", request_id=request[CONTEXT].request_id)
+        _log.exception("request_failed")
         return _refusal(request, errors.internal_error())
 
 
