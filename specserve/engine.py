@@ -34,6 +34,7 @@ from specserve.types import (
     StepTimings,
     TokenChunk,
 )
+from specserve.waiting import WaitClock
 from specserve_observability.logs import bound_request, get_logger
 from specserve_observability.records import RequestRecord, RowRecord, StepRecord
 
@@ -92,6 +93,7 @@ class Engine:
         self._seq_ids: dict[str, int] = {}
         self._aborted: set[str] = set()
         self._outbox: list[tuple[RequestStream, TokenChunk]] = []
+        self._waits = WaitClock()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
@@ -162,7 +164,7 @@ class Engine:
         stream = RequestStream(request.request_id, lambda: self.abort(request.request_id))
         seq = self._scheduler.add(request)
         self._live[seq.seq_id] = LiveRequest(
-            request, seq, OutputProcessor(request, decoder), stream
+            request, seq, OutputProcessor(request, decoder), stream, self._waits
         )
         self._seq_ids[request.request_id] = seq.seq_id
         self._wake.set()
@@ -249,6 +251,7 @@ class Engine:
     def _note_planned(self, plan: BatchPlan, now: float, num_preempted: int) -> None:
         for row in plan.rows:
             self._live[row.seq_id].on_scheduled(now)
+        self._waits.planned(self._scheduler.blocked_by, now)
         if num_preempted:
             for seq_id in plan.released:
                 if seq_id in self._live:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence as Seq
 
 import msgspec
@@ -22,6 +23,7 @@ from specserve.types import (
     StepTrace,
     TokenChunk,
 )
+from specserve.waiting import WaitClock
 from specserve_observability.records import PrefillChunk, QueuePeriod, RequestRecord, RowRecord
 
 
@@ -29,7 +31,12 @@ class LiveRequest:
     """One writer: the engine's loop. Counts are after stop trimming, each token counted once."""
 
     def __init__(
-        self, request: Request, seq: Sequence, output: OutputProcessor, stream: RequestStream
+        self,
+        request: Request,
+        seq: Sequence,
+        output: OutputProcessor,
+        stream: RequestStream,
+        waits: WaitClock,
     ) -> None:
         self.request = request
         self.seq = seq
@@ -37,6 +44,8 @@ class LiveRequest:
         self.stream = stream
         self.decode_span_id = secrets.token_hex(8)
         self._waiting_since: float | None = request.arrival_time
+        self._waits = waits
+        self._waits_before = waits.read(time.time())
         self._queue: list[QueuePeriod] = []
         self._prefill: list[PrefillChunk] = []
         self._first_token: float | None = None
@@ -56,10 +65,16 @@ class LiveRequest:
     def on_scheduled(self, now: float) -> None:
         if self._waiting_since is None:
             return
-        self._queue.append(QueuePeriod(self._waiting_since, now, self.seq.wait_reason))
+        self._queue.append(self._stay(self._waiting_since, now))
         self._waiting_since = None
         if self._scheduled is None:
             self._scheduled = now
+
+    def _stay(self, since: float, now: float) -> QueuePeriod:
+        """In the queue; after the first, only preemption leads there."""
+        if self._queue:
+            return QueuePeriod(since, now, "preempted")
+        return QueuePeriod(since, now, self._waits.longest(self._waits_before, now, "admission"))
 
     def on_preempted(self, now: float) -> None:
         if self._waiting_since is None:
@@ -174,7 +189,7 @@ class LiveRequest:
     ) -> RequestRecord:
         queue = list(self._queue)
         if self._waiting_since is not None:
-            queue.append(QueuePeriod(self._waiting_since, now, self.seq.wait_reason))
+            queue.append(self._stay(self._waiting_since, now))
         stats = self._stats()
         num_positions = max(self._per_step_drafted, default=0)
         return RequestRecord(

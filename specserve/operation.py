@@ -26,6 +26,8 @@ def settings_of(options: ServeOptions, environment: Mapping[str, str]) -> Server
     _at_least("--sse-keepalive-seconds", options.sse_keepalive_seconds, 0)
     _at_least("--max-waiting-tokens", options.max_waiting_tokens, 1)
     _at_least("--max-connections", options.max_connections, 1)
+    _at_least("--trace-steps-per-second", options.trace_steps_per_second, 0)
+    _at_least("--trace-file-mb", options.trace_file_mb, 1)
     keys = read_keys(options.api_key_file, environment.get(KEYS_VARIABLE))
     per_key = options.max_concurrent_per_key
     if per_key is not None:
@@ -48,6 +50,7 @@ def settings_of(options: ServeOptions, environment: Mapping[str, str]) -> Server
         max_concurrent_per_key=per_key,
         cors=CorsPolicy() if origins is None else CorsPolicy.parse(origins),
         tls=tls_context(options.ssl_certfile, options.ssl_keyfile),
+        trace_content=options.trace_content,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
     )

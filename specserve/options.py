@@ -99,10 +99,26 @@ class ServeOptions(EngineOptions, frozen=True, kw_only=True):
     served_model_name: Annotated[
         str | None, _help("name in /v1/models; default: the --model given")
     ] = None
-    otlp_endpoint: Annotated[str | None, _help("send traces to URL/v1/traces (OTLP over HTTP)")] = (
-        None
-    )
+    otlp_endpoint: Annotated[
+        str | None, _help("send traces to the OTLP collector at this URL, such as Jaeger's")
+    ] = None
+    otlp_protocol: Annotated[
+        Literal["http/protobuf", "grpc"],
+        _help("what it speaks there: at port 4318, 4317 by custom"),
+    ] = "http/protobuf"
     trace_file: Annotated[str | None, _help("write traces to this file, OTLP JSON lines")] = None
+    trace_file_mb: Annotated[
+        int, _help("size at which it becomes FILE.1, FILE.1 FILE.2, and so on to FILE.3")
+    ] = 256
+    trace_steps_per_second: Annotated[
+        float,
+        _help("spans of ordinary steps; slow, failed and preempting ones come on top; inf: all"),
+    ] = 20.0
+    trace_exporter: Annotated[
+        Literal["process", "thread"],
+        _help("who makes and sends spans: a process beside the server, which costs it nothing"),
+    ] = "process"
+    trace_content: Annotated[bool, _help("put prompts and replies into spans, too")] = False
     record_steps: Annotated[
         str | None,
         _help("at the end write what each step chose there, for `study regret`; 20,000 at most"),

@@ -55,6 +55,7 @@ class Scheduler:
         self._ended: list[Ended] = []
         self._recent_guesses = 0.0  # verified per step for rows that choose K themselves, lately
         self.num_preempted_last = 0
+        self.blocked_by = "admission"  # what kept those who wait out of the last plan
 
     # ---- queue ---------------------------------------------------------------------------
 
@@ -90,9 +91,13 @@ class Scheduler:
             heapq.heapify(self._waiting)
 
     def waiting_by_reason(self) -> dict[str, int]:
-        """Sequences in the queue by wait_reason; a reason that nobody has is missing."""
+        """Sequences in the queue by what they wait for; a reason that nobody has is missing."""
         waiting = (seq for _, seq in self._waiting if seq.status is not Status.FINISHED)
-        return dict(Counter(seq.wait_reason for seq in waiting))
+        return dict(Counter(self.wait_reason(seq) for seq in waiting))
+
+    def wait_reason(self, seq: Sequence) -> str:
+        """Nobody is overtaken, so all wait for what the first one waits for."""
+        return "preempted" if seq.num_preemptions else self.blocked_by
 
     @property
     def has_work(self) -> bool:
@@ -112,6 +117,7 @@ class Scheduler:
         budget -= self._plan_decode(rows)
         for_prompts = budget - min(self._drafts_wanted(rows), budget // 2)
         used = self._plan_prefill(rows, for_prompts)
+        self.blocked_by = "kv_capacity"
         if self.num_preempted_last == 0:
             used += self._admit(rows, for_prompts - used)
         self._plan_drafts(rows, budget - used)
@@ -189,15 +195,17 @@ class Scheduler:
 
     def _admit(self, rows: dict[int, _Row], budget: int) -> int:
         used = 0
-        while used < budget and len(self.running) < self.config.max_num_seqs:
+        while len(self.running) < self.config.max_num_seqs:
+            if used >= budget:
+                self.blocked_by = "token_budget"
+                return used
             seq = self._peek_waiting()
             if seq is None:
                 break
             hits = self._prefix_hits(seq)
             if not self._fits(seq, hits):
-                if seq.wait_reason == "admission":
-                    seq.wait_reason = "kv_capacity"
-                break  # no overtaking: the next one would starve it
+                self.blocked_by = "kv_capacity"
+                return used  # no overtaking: the next one would starve it
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
             self._start(seq, hits)
@@ -205,6 +213,7 @@ class Scheduler:
             self._extend(seq, chunk)
             rows[seq.seq_id] = _Row(seq, chunk)
             used += chunk
+        self.blocked_by = "admission"
         return used
 
     def _freeze(self, row: _Row) -> RowPlan:
@@ -301,7 +310,6 @@ class Scheduler:
         seq.num_computed_tokens = 0
         seq.draft_kv_lens = {}
         seq.num_preemptions += 1
-        seq.wait_reason = "preempted"
         self.num_preempted_last += 1
         self._enqueue(seq)
 

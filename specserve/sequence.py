@@ -32,7 +32,6 @@ class Sequence:
         self.block_table: list[int] = []
         self.num_cached_tokens = 0  # of the prompt, at first admission
         self.num_preemptions = 0
-        self.wait_reason = "admission"
         self._hashes: list[bytes] = []
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 from aiohttp import web
 
 from specserve.compose import Built, build_engine, drafter_specs
@@ -25,6 +27,7 @@ from specserve.speculation.recording import Recording
 from specserve.types import LOSSY_RULES, VerifyRule
 from specserve.version import __version__
 from specserve_observability import names
+from specserve_observability.export import ExportSettings
 from specserve_observability.exposition import Exposition, expose
 from specserve_observability.logs import configure_logging, get_logger
 from specserve_observability.metrics import WAIT_REASONS, Gauges, Metrics
@@ -51,18 +54,7 @@ def _serve_on(listener: socket.socket, options: ServeOptions, settings: ServerSe
         max_draft_tokens=options.max_draft_tokens,
         traffic_classes=settings.traffic_classes.names,
     )
-    try:
-        tracing = open_tracing(
-            otlp_endpoint=options.otlp_endpoint,
-            trace_file=options.trace_file,
-            service_version=__version__,
-            metrics=metrics,
-            resource={names.MODEL_TARGET: options.model},
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot trace to where --otlp-endpoint or --trace-file say: {error}"
-        ) from error
+    tracing = _open_tracing(options, metrics)
     recording = Recording() if options.record_steps else None
     try:
         built = build_engine(
@@ -81,6 +73,33 @@ def _serve_on(listener: socket.socket, options: ServeOptions, settings: ServerSe
         tracing.shutdown()
         if recording is not None and options.record_steps:
             _write_steps(recording, Path(options.record_steps))
+
+
+def _open_tracing(options: ServeOptions, metrics: Metrics) -> Tracing:
+    settings = ExportSettings(
+        otlp_endpoint=options.otlp_endpoint,
+        otlp_protocol=options.otlp_protocol,
+        trace_file=options.trace_file,
+        trace_file_bytes=options.trace_file_mb * 1_000_000,
+        exporter=options.trace_exporter,
+        steps_per_second=options.trace_steps_per_second,
+        log_json=options.log_format == "json",
+        log_level=options.log_level,
+    )
+    resource = {
+        names.MODEL_TARGET: options.model,
+        names.MODEL_DRAFT: options.drafters,
+        names.DEVICE: options.device,
+        names.CONFIG_HASH: hashlib.sha256(msgspec.json.encode(options)).hexdigest()[:12],
+    }
+    try:
+        return open_tracing(
+            settings, service_version=__version__, metrics=metrics, resource=resource
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot trace to where --otlp-endpoint or --trace-file say: {error}"
+        ) from error
 
 
 def _write_steps(recording: Recording, path: Path) -> None:

@@ -146,12 +146,12 @@ def test_those_who_wait_are_counted_by_their_reason() -> None:
     while second.num_preemptions == 0:
         run_step(scheduler)
     gone = scheduler.add(a_request(8, name="C", max_tokens=12))
-    assert scheduler.waiting_by_reason() == {"preempted": 1, "admission": 1}
+    assert scheduler.waiting_by_reason() == {"preempted": 1, "kv_capacity": 1}
     scheduler.finish(gone)
     assert scheduler.waiting_by_reason() == {"preempted": 1}
 
 
-def test_the_reason_for_waiting_stays_what_it_was_first() -> None:
+def test_who_waits_behind_another_waits_for_the_same() -> None:
     scheduler = Scheduler(a_config(blocks=6, block_size=4, prefix_cache=False))
     scheduler.add(a_request(8, name="A", max_tokens=12))
     second = scheduler.add(a_request(8, name="B", max_tokens=12))
@@ -160,7 +160,8 @@ def test_the_reason_for_waiting_stays_what_it_was_first() -> None:
     third = scheduler.add(a_request(8, name="C", max_tokens=2))
     for _ in range(2):
         run_step(scheduler)
-    assert (second.wait_reason, third.wait_reason) == ("preempted", "admission")
+    assert scheduler.wait_reason(second) == "preempted"
+    assert scheduler.wait_reason(third) == "kv_capacity"
 
 
 def test_lookahead_never_evicts_a_reusable_prefix() -> None:

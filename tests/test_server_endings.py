@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
 
 import msgspec
 import pytest
 
 from specserve.server.app import drain
 from specserve.server.state import ServerSettings
+from specserve_observability.metrics import Metrics
+from specserve_observability.server_tracer import ServerTracer
 from tests.http_server import CONFIG, Pace, Server, a_server
 from tests.raw_http import Connection, Reply, connect, parse_events
 from tests.scripted import BROKEN, by_first_letter, says
@@ -264,67 +265,48 @@ async def test_at_the_deadline_live_replies_are_told_that_they_were_cut() -> Non
 # ---- traces ----------------------------------------------------------------------------------
 
 
-class _Span:
-    def __init__(self, route: str, traceparent: str | None) -> None:
-        self.route = route
-        self.traceparent = traceparent
-        self.children: list[str] = []
-        self.ended: list[int] = []
-        self.attributes: dict[str, object] = {}
-
-    def child(self, name: str, start: float, end: float, attributes: Mapping[str, object]) -> None:
-        assert start <= end
-        self.children.append(name)
-
-    def end(self, status: int, attributes: Mapping[str, object]) -> None:
-        self.ended.append(status)
-        self.attributes = dict(attributes)
-
-
-class _Tracer:
-    def __init__(self) -> None:
-        self.spans: list[_Span] = []
-
-    def start(self, *, method: str, route: str, headers: Mapping[str, str]) -> _Span:
-        traceparent = f"00-{'a' * 32}-{len(self.spans) + 1:016x}-01"
-        self.spans.append(_Span(route, traceparent))
-        return self.spans[-1]
-
-
 async def test_each_request_has_one_span_that_ends_once_with_what_became_of_it() -> None:
-    tracer = _Tracer()
+    tracer = ServerTracer(Metrics())
     script = by_first_letter({"b": says("1", then=BROKEN), "s": says("hello")})
     async with a_server(script, tracer=tracer) as server:
-        await server.complete(speculation={"drafter": "oracle"})
+        reply = await server.complete(speculation={"drafter": "oracle"})
         await server.complete(prompt="b:", stream=True)
         await server.complete(n=0)
         await server.get("/v1//models")
         await server.get("/a/path/nobody/knows")
-    assert [(span.route, span.ended) for span in tracer.spans] == [
-        ("/v1/completions", [200]),
-        ("/v1/completions", [500]),
-        ("/v1/completions", [400]),
-        ("/v1/models", [200]),
-        ("unmatched", [404]),
+    ended = tracer.ended.take()
+    assert [(span.route, span.status) for span in ended] == [
+        ("/v1/completions", 200),
+        ("/v1/completions", 500),
+        ("/v1/completions", 400),
+        ("/v1/models", 200),
+        ("unmatched", 404),
     ]
-    good = tracer.spans[0]
-    assert good.children == ["tokenize"]
-    assert good.attributes["gen_ai.usage.output_tokens"] == 6
-    assert good.attributes["gen_ai.response.finish_reasons"] == ["stop"]
+    good, broken, refused, *_ = ended
+    assert [child.name for child in good.children] == ["tokenize"]
+    assert [child.name for child in broken.children] == ["tokenize", "stream"]
+    assert reply.headers["traceparent"] == good.context
+    assert good.attributes["http.response.header.x-request-id"] == [reply.headers["x-request-id"]]
+    assert good.operation is not None
+    said = good.operation.attributes
+    assert said["gen_ai.usage.output_tokens"] == 6
+    assert said["gen_ai.response.finish_reasons"] == ["stop"]
     records = {record.num_output_tokens: record for record in server.recorder.requests}
-    assert records[6].traceparent == good.traceparent
-    assert records[6].num_accepted_draft_tokens == good.attributes["specserve.spec.accepted_tokens"]
+    assert records[6].traceparent == good.operation.context
+    assert records[6].num_accepted_draft_tokens == said["specserve.spec.accepted_tokens"]
+    assert refused.operation is None
 
 
 async def test_a_client_that_left_is_on_its_span() -> None:
-    tracer, pace = _Tracer(), Pace()
+    tracer, pace = ServerTracer(Metrics()), Pace()
     async with a_server(says("hello"), tracer=tracer, on_forward=pace) as server:
         async with connect(server.port) as connection:
             await start(connection)
             await until_live(server, 1)
         await pace.steps_until_idle(server)
-    assert tracer.spans[0].ended == [499]
-    assert tracer.spans[0].attributes["specserve.client.disconnected"] is True
+    (ended,) = tracer.ended.take()
+    assert ended.status == 499
+    assert ended.attributes["specserve.client.disconnected"] is True
 
 
 async def test_without_a_tracer_a_valid_traceparent_reaches_the_engine_and_others_do_not() -> None:

@@ -6,21 +6,19 @@ import asyncio
 import json
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from specserve_observability import names
+from specserve_observability.export import ExportSettings, Where
 from specserve_observability.jaeger import TraceFileError, export_jaeger, export_main
 from specserve_observability.metrics import Metrics
-from specserve_observability.tracing import open_tracing
+from specserve_observability.tracing import Tracing, open_tracing
 from tests.otlp_receiver import an_otlp_receiver, attributes_of
 from tests.trace_reading import FileTracing, Trace, record_two_requests, trace_of_file
-from tests.trace_records import START, a_request, a_row, a_step, decode_id
+from tests.trace_records import a_request, a_row, a_step, decode_id
 
 GOLDEN = Path(__file__).parent / "golden"
 PHASES = ("plan", "draft", "target_forward", "verify", "commit")
@@ -36,71 +34,16 @@ def to_file(tmp_path: Path) -> Iterator[FileTracing]:
 # ---- over a socket ---------------------------------------------------------------------------
 
 
-async def test_a_collector_receives_every_name_attribute_and_link(tmp_path: Path) -> None:
-    async with an_otlp_receiver() as receiver:
-        tracing = open_tracing(
-            otlp_endpoint=receiver.endpoint,
-            service_version="1.2.3",
-            resource={names.MODEL_TARGET: "demo"},
-        )
-        assert tracing.server_tracer is not None
-        span = tracing.server_tracer.start(
-            method="POST", route="/v1/completions", headers={"host": "h:80", "user-agent": "curl"}
-        )
-        assert span.traceparent is not None
-        span.child(names.TOKENIZE, START, START + 0.001, {"specserve.prompt_tokens": 12})
-        decode_context = f"{span.traceparent[:36]}{decode_id(0)}-01"
-        rows = [a_row(0, drafted=3, accepted=2, traceparent=decode_context)]
-        tracing.recorder.record_step(a_step(0, rows, preempted=1))
-        tracing.recorder.record_request(a_request(0, rows=rows, traceparent=span.traceparent))
-        span.end(200, {names.REQUEST_ID: "req-0"})
-        await asyncio.to_thread(tracing.shutdown)
-        received = list(receiver.spans())
-        resource = attributes_of(receiver.messages[0].resource_spans[0].resource.attributes)
-
-    trace = Trace(received)
-    assert Counter((service, span.name) for service, span in received) == Counter(
-        {
-            ("specserve", "POST /v1/completions"): 1,
-            ("specserve", "tokenize"): 1,
-            ("specserve", "queue"): 1,
-            ("specserve", "prefill"): 2,
-            ("specserve", "decode"): 1,
-            ("specserve-engine", "engine.window"): 1,
-            ("specserve-engine", "engine.step"): 1,
-            **{("specserve-engine", phase): 1 for phase in PHASES},
-        }
-    )
-    assert resource["service.version"] == "1.2.3"
-    assert resource["specserve.model.target"] == "demo"
-    assert resource["service.instance.id"]
-
-    server = trace.one("POST /v1/completions")
-    assert server.kind == Span.SPAN_KIND_SERVER
-    assert attributes_of(server.attributes) == {
-        "http.request.method": "POST",
-        "http.route": "/v1/completions",
-        "http.response.status_code": 200,
-        "url.scheme": "http",
-        "url.path": "/v1/completions",
-        "server.address": "h",
-        "server.port": 80,
-        "user_agent.original": "curl",
-        "specserve.request.id": "req-0",
-    }
-    for name in ("tokenize", "queue", "prefill", "decode"):
-        assert all(trace.parent_of(child) is server for child in trace.named(name))
-    window, step, decode = (trace.one(n) for n in ("engine.window", "engine.step", "decode"))
-    assert trace.links_of(window) == trace.links_of(step) == [decode]
-    assert trace.links_of(decode) == [window, step]
+def to_collector(endpoint: str, metrics: Metrics | None = None, **more: object) -> Tracing:
+    settings = ExportSettings(otlp_endpoint=endpoint, exporter="thread")
+    settings = msgspec.structs.replace(settings, **more)
+    return open_tracing(settings, service_version="1.2.3", metrics=metrics)
 
 
 async def test_both_sinks_hold_the_same_spans(tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
     async with an_otlp_receiver() as receiver:
-        tracing = open_tracing(
-            otlp_endpoint=receiver.endpoint, trace_file=path, service_version="1.2.3"
-        )
+        tracing = to_collector(receiver.endpoint, trace_file=str(path))
         record_two_requests(tracing)
         await asyncio.to_thread(tracing.shutdown)
         sent = Trace(list(receiver.spans()))
@@ -124,7 +67,7 @@ def span_threads() -> set[threading.Thread]:
 
 def test_without_a_sink_there_is_no_tracer_thread_or_queue() -> None:
     before = span_threads()
-    tracing = open_tracing(service_version="1")
+    tracing = open_tracing(ExportSettings(), service_version="1")
     tracing.recorder.record_step(a_step(0, [a_row()]))
     tracing.recorder.record_request(a_request(0))
     assert tracing.server_tracer is None
@@ -133,11 +76,12 @@ def test_without_a_sink_there_is_no_tracer_thread_or_queue() -> None:
     tracing.shutdown()
 
 
-def test_a_collector_that_is_down_costs_spans_and_nothing_else(unused_tcp_port: int) -> None:
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+def test_a_collector_that_is_down_costs_spans_and_nothing_else(
+    unused_tcp_port: int, protocol: str
+) -> None:
     metrics = Metrics()
-    tracing = open_tracing(
-        otlp_endpoint=f"http://127.0.0.1:{unused_tcp_port}", service_version="1", metrics=metrics
-    )
+    tracing = to_collector(f"http://127.0.0.1:{unused_tcp_port}", metrics, otlp_protocol=protocol)
     for idx in range(50):
         tracing.recorder.record_step(a_step(idx, [a_row()]))
     tracing.shutdown(timeout=2.0)
@@ -157,9 +101,7 @@ async def test_a_collector_that_never_answers_does_not_hold_up_shutdown() -> Non
     server = await asyncio.start_server(swallow, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()[:2]
     metrics = Metrics()
-    tracing = open_tracing(
-        otlp_endpoint=f"http://{host}:{port}", service_version="1", metrics=metrics
-    )
+    tracing = to_collector(f"http://{host}:{port}", metrics)
     for idx in range(100):
         tracing.recorder.record_step(a_step(idx, [a_row()]))
     await asyncio.to_thread(tracing.shutdown, 1.0)
@@ -184,14 +126,21 @@ def test_shutting_down_twice_is_fine(to_file: FileTracing) -> None:
     assert first.by_id == second.by_id
 
 
-def test_an_endpoint_that_is_no_url_is_refused_with_an_example() -> None:
+@pytest.mark.parametrize("exporter", ["process", "thread"])
+def test_an_endpoint_that_is_no_url_is_refused_with_an_example(exporter: Where) -> None:
     with pytest.raises(ValueError, match=r"'localhost:4318'.*for example http://127.0.0.1:4318"):
-        open_tracing(otlp_endpoint="localhost:4318", service_version="1")
+        open_tracing(
+            ExportSettings(otlp_endpoint="localhost:4318", exporter=exporter), service_version="1"
+        )
 
 
-def test_a_trace_file_in_no_directory_is_an_error_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exporter", ["process", "thread"])
+def test_a_trace_file_in_no_directory_is_an_error_at_once(tmp_path: Path, exporter: Where) -> None:
     with pytest.raises(FileNotFoundError):
-        open_tracing(trace_file=tmp_path / "no" / "file", service_version="1")
+        open_tracing(
+            ExportSettings(trace_file=str(tmp_path / "no" / "file"), exporter=exporter),
+            service_version="1",
+        )
 
 
 def test_a_record_that_cannot_become_a_span_does_not_stop_the_others(
@@ -218,6 +167,24 @@ def test_a_file_cut_off_by_a_crash_is_continued_on_a_new_line(tmp_path: Path) ->
     assert lines[1] == '{"resourceSp'
     assert all("resourceSpans" in json.loads(line) for line in lines[2:])
     assert len(lines) > 2
+
+
+def test_a_file_that_grows_too_large_is_put_aside_three_times_and_then_dropped(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "traces.jsonl"
+    settings = ExportSettings(trace_file=str(path), trace_file_bytes=20_000, exporter="thread")
+    tracing = open_tracing(settings, service_version="1")
+    for idx in range(300):
+        tracing.recorder.record_request(a_request(idx))
+    tracing.shutdown()
+    files = [path, *(path.with_name(f"traces.jsonl.{idx}") for idx in (1, 2, 3))]
+    assert sorted(tmp_path.iterdir()) == files
+    kept = [trace_of_file(file) for file in files]
+    assert all(file.stat().st_size <= 20_000 or len(kept[0].spans) <= 32 for file in files)
+    oldest = attributes_of(kept[3].named("decode")[0].attributes)["specserve.request.id"]
+    newest = attributes_of(kept[0].named("decode")[-1].attributes)["specserve.request.id"]
+    assert (oldest != "req-0", newest) == (True, "req-299")
 
 
 def test_the_golden_file_becomes_the_golden_jaeger_json(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_the_slowest_requests_their_phases_steps_and_guesses(
 ) -> None:
     out = told(capsys, a_played_file(tmp_path / "t.jsonl"))
     first, *rest = out.splitlines()
-    assert first.endswith(": 33 spans, 2 requests, 4 of 4 engine steps kept")
+    assert first.endswith(": 35 spans, 2 requests, 4 of 4 engine steps kept")
     assert "Guesses: 6 of 10 accepted (60.0 %), 2.50 tokens per step with guesses; " in out
     assert "by position 3/4, 2/4, 1/2; by ngram, suffix" in out
     table = [line.split() for line in rest[rest.index("Where the time of 2 requests went") + 1 :]]
@@ -103,7 +103,7 @@ def test_rotated_parts_belong_to_the_file(
     whole = a_played_file(tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "t.jsonl.1").write_bytes(b"".join(whole[:2]))
     (tmp_path / "t.jsonl").write_bytes(b"".join(whole[2:]))
-    assert "33 spans, 2 requests" in told(capsys, tmp_path / "t.jsonl")
+    assert "35 spans, 2 requests" in told(capsys, tmp_path / "t.jsonl")
 
 
 def test_a_file_without_requests_says_so(

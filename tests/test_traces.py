@@ -12,10 +12,10 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from opentelemetry.sdk.trace import ReadableSpan
 
+from specserve_observability.export import Batch
+from specserve_observability.metrics import Metrics
 from specserve_observability.pipeline import SpanPipeline
-from specserve_observability.recorder import Recorder
 from specserve_observability.records import QueuePeriod, StepRecord
-from specserve_observability.server_tracer import ServerTracer
 from tests.otlp_receiver import attributes_of
 from tests.trace_reading import FileTracing, record_two_requests
 from tests.trace_records import (
@@ -158,6 +158,8 @@ def test_a_decode_span_sums_up_its_request(to_file: FileTracing) -> None:
         "specserve.latency.prefill": pytest.approx(0.2),
         "specserve.latency.decode": pytest.approx(0.6),
         "specserve.latency.ttft": pytest.approx(0.4),
+        "specserve.latency.tpot": pytest.approx(0.12),
+        "specserve.latency.prefill_wait": pytest.approx(0),
     }
     chunks = [attributes_of(span.attributes) for span in trace.named("prefill")]
     assert [c["specserve.prefill.chunk"] for c in chunks] == [0, 1]
@@ -221,14 +223,10 @@ class KeptSpans:
 
 
 def test_a_drain_between_a_request_and_its_last_step_loses_no_link() -> None:
-    recorder = Recorder(has_sink=True)
     sink = KeptSpans()
-    server_tracer = ServerTracer(recorder.metrics)
-    pipeline = SpanPipeline(recorder, server_tracer, [sink], resource={}, version="1")
-    recorder.record_request(a_request(0))
-    pipeline.drain(START)
-    recorder.record_step(a_step(0, [a_row()]))
-    pipeline.finish(START + 1)
+    pipeline = SpanPipeline([sink], Metrics(), resource={}, version="1")
+    pipeline.handle(Batch([], [a_request(0)], [], START))
+    pipeline.handle(Batch([a_step(0, [a_row()])], [], [], START + 1, seconds_left=0))
     by_name = {span.name: span for span in sink.spans}
     linked = [link.context for link in by_name["decode"].links]
     assert linked == [by_name["engine.window"].context, by_name["engine.step"].context]

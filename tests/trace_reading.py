@@ -11,6 +11,7 @@ from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from specserve_observability.export import ExportSettings
 from specserve_observability.metrics import Metrics
 from specserve_observability.tracing import Tracing, open_tracing
 from tests.otlp_receiver import spans_of
@@ -72,8 +73,9 @@ class FileTracing:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = Metrics(drafters=["ngram"])
+        settings = ExportSettings(trace_file=str(path), exporter="thread")
         self.tracing: Tracing = open_tracing(
-            trace_file=path, service_version="1.2.3", metrics=self.metrics
+            settings, service_version="1.2.3", metrics=self.metrics
         )
 
     def finish(self) -> Trace:

@@ -15,7 +15,7 @@ from . import names
 from .context import child_context, parse_traceparent, root_context
 from .records import RowRecord, StepRecord
 from .sampling import StepSampler
-from .spans import MAX_LINKS, Attributes, LinkBook, SpanFactory, status_of, to_ns
+from .spans import MAX_LINKS, Attributes, DecodeBook, SpanFactory, status_of, to_ns
 
 WINDOW_STEPS = 256
 WINDOW_SECONDS = 5.0
@@ -36,7 +36,7 @@ class _Window:
 class EngineSpans:
     """StepRecords in order -> spans of engine windows and kept steps."""
 
-    def __init__(self, factory: SpanFactory, sampler: StepSampler, book: LinkBook) -> None:
+    def __init__(self, factory: SpanFactory, sampler: StepSampler, book: DecodeBook) -> None:
         self._factory = factory
         self._sampler = sampler
         self._book = book
@@ -53,16 +53,21 @@ class EngineSpans:
         window.num_steps += 1
         window.end = max(window.end, step.commit_end)
         window.num_preempted += step.num_preempted
-        decodes = _sampled_decodes(step.rows)
+        rows = _sampled_rows(step.rows)
+        decodes = [decode for decode, _ in rows[:MAX_LINKS]]
         reason = self._sampler.reason_to_keep(step)
         context = child_context(window.context) if reason is not None else None
+        for decode, row in rows:
+            notes = self._book.of(decode)
+            if not row.is_prefill:
+                notes.add_row(row, step.plan_start, step.commit_end)
         for decode in decodes:
-            links = self._book.of(decode)
+            notes = self._book.of(decode)
             if len(window.decodes) < MAX_LINKS or decode.span_id in window.decodes:
                 window.decodes[decode.span_id] = decode
-                links.add_window(window.context)
+                notes.add_window(window.context)
             if context is not None:
-                links.add_step(context)
+                notes.add_step(context)
         if reason is None or context is None:
             self.num_sampled_out += 1
             return
@@ -135,10 +140,14 @@ class EngineSpans:
             yield self._factory.child(name, context, start, end, {})
 
 
-def _sampled_decodes(rows: Sequence[RowRecord]) -> list[SpanContext]:
-    contexts = (parse_traceparent(row.traceparent) for row in rows if row.traceparent is not None)
-    kept = [c for c in contexts if c is not None and c.trace_flags.sampled]
-    return kept[:MAX_LINKS]
+def _sampled_rows(rows: Sequence[RowRecord]) -> list[tuple[SpanContext, RowRecord]]:
+    """Rows of requests that are traced, with the contexts of their decode spans."""
+    contexts = (parse_traceparent(row.traceparent) if row.traceparent else None for row in rows)
+    return [
+        (context, row)
+        for context, row in zip(contexts, rows, strict=True)
+        if context is not None and context.trace_flags.sampled
+    ]
 
 
 def _outcome(row: RowRecord) -> Attributes:

@@ -22,7 +22,7 @@ from .net_gain import NetGain
 from .records import RequestRecord, RowRecord, StepRecord
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error")
-WAIT_REASONS: Final = ("admission", "kv_capacity", "preempted")
+WAIT_REASONS: Final = ("admission", "token_budget", "kv_capacity", "preempted")
 PHASES: Final = ("plan", "draft", "target_forward", "verify", "commit")
 OTHER: Final = "other"
 DEFAULT_CLASS: Final = "default"  # of requests that belong to no traffic class

@@ -1,6 +1,6 @@
-"""Records in, finished spans out to the sinks. Run by one thread, the only one that builds spans.
+"""Batches of records in, finished spans out to the sinks. One thread runs it, and builds alone.
 
-Requests are built one drain later than their steps: a request's record may be written just before
+Requests are built one batch later than their steps: a request's record may be written just before
 the record of its last step, and its decode span must know that step to link to it.
 """
 
@@ -15,14 +15,14 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from . import names
 from .engine_spans import EngineSpans
+from .export import Batch, SpanCounts
+from .http_spans import http_spans
 from .logs import get_logger
-from .recorder import Recorder
-from .records import RequestRecord
+from .records import HttpRecord, RequestRecord
 from .request_spans import RequestSpans
 from .sampling import StepSampler
-from .server_tracer import HttpRecord, ServerTracer, http_spans
 from .sinks import Sink
-from .spans import LinkBook, SpanFactory
+from .spans import DecodeBook, SpanFactory
 
 _OFFER_SPANS = 32
 _BREATH_SECONDS = 0.0001  # gives the interpreter's lock to the event loop between two offers
@@ -37,39 +37,34 @@ class SpanPipeline:
 
     def __init__(
         self,
-        recorder: Recorder,
-        server_tracer: ServerTracer,
         sinks: Sequence[Sink],
+        counts: SpanCounts,
         *,
         resource: Mapping[str, str],
         version: str,
+        sampler: StepSampler | None = None,
     ) -> None:
-        self._recorder = recorder
-        self._server_tracer = server_tracer
         self._sinks = sinks
-        book = LinkBook()
+        self._counts = counts
+        book = DecodeBook()
         self._http_factory = _factory(names.REQUEST_SERVICE, resource, version)
         self._request_spans = RequestSpans(self._http_factory, book)
         engine_factory = _factory(names.ENGINE_SERVICE, resource, version)
-        self._engine_spans = EngineSpans(engine_factory, StepSampler(), book)
+        self._engine_spans = EngineSpans(engine_factory, sampler or StepSampler(), book)
         self._held_back: list[RequestRecord] = []
         self._ready: list[ReadableSpan] = []
 
-    def drain(self, now: float) -> None:
-        """Build what was recorded since the last call. now: time.time()."""
-        requests, self._held_back = self._held_back, self._recorder.requests.take()
-        self._build(self._recorder.steps.take(), self._engine_spans.add)
-        self._build([now], self._engine_spans.close_window)
-        self._recorder.metrics.num_step_spans_sampled_out = self._engine_spans.num_sampled_out
+    def handle(self, batch: Batch) -> None:
+        """Build what was recorded; with the last batch also what was still waiting."""
+        requests, self._held_back = self._held_back, batch.requests
+        self._build(batch.steps, self._engine_spans.add)
+        self._build([batch.now], self._engine_spans.close_window)
+        self._counts.num_step_spans_sampled_out = self._engine_spans.num_sampled_out
         self._build(requests, self._request_spans.build)
-        self._build(self._server_tracer.ended.take(), self._http_spans)
-        self._offer()
-
-    def finish(self, now: float) -> None:
-        """Drain, and build what was still waiting: held-back requests, the open window."""
-        self.drain(now)
-        self._build(self._held_back, self._request_spans.build)
-        self._build([None], self._engine_spans.close_window)
+        self._build(batch.http, self._http_spans)
+        if batch.seconds_left is not None:
+            self._build(self._held_back, self._request_spans.build)
+            self._build([None], self._engine_spans.close_window)
         self._offer()
 
     def _http_spans(self, record: HttpRecord) -> Iterable[ReadableSpan]:
@@ -80,7 +75,7 @@ class SpanPipeline:
             try:
                 self._ready.extend(build(record))
             except Exception as error:  # one odd record must not end tracing
-                self._recorder.metrics.num_spans_dropped_at_queue += 1
+                self._counts.num_spans_dropped_at_queue += 1
                 _log.error("span_build_failed", error=repr(error))
             if len(self._ready) >= _OFFER_SPANS:
                 self._offer()

@@ -1,4 +1,4 @@
-"""Compact records the engine writes; spans, metrics and logs are made from them afterwards.
+"""Compact records of engine and server; spans, metrics and logs are made from them afterwards.
 
 A record costs about 2 us to create; a span with its links costs 65-120 us and would sit in the
 step (observability.md 2.4). All times are time.time() seconds. Imports msgspec only.
@@ -6,7 +6,12 @@ step (observability.md 2.4). All times are time.time() seconds. Imports msgspec 
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+
+# Any: msgspec has no type for "one of several kinds of list", which attributes may be.
+Values = dict[str, Any]
 
 
 class RowRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -24,7 +29,7 @@ class RowRecord(msgspec.Struct, frozen=True, array_like=True):
     no_draft_reason: str = ""  # why K = 0 although speculation was asked for
 
 
-class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One scheduling step: plan -> draft -> target_forward -> verify -> commit."""
 
     step_idx: int
@@ -56,14 +61,16 @@ class PrefillChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QueuePeriod(msgspec.Struct, frozen=True, array_like=True):
-    """A stay in the waiting queue. reason: admission | kv_capacity | preempted."""
+    """A stay in the waiting queue. reason: what most of it was for: admission (a
+    place among max_num_seqs, or the end of a step), token_budget (prompts ahead took it),
+    kv_capacity, preempted."""
 
     start: float
     end: float
     reason: str
 
 
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One finished sequence, written once when it ends."""
 
     request_id: str
@@ -92,3 +99,38 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     inter_chunk_seconds: tuple[float, ...] = ()  # per step that emitted, after the first
     traffic_class: str = "default"
     error: str | None = None
+
+
+class ChildRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A part of an HTTP request that has ended. of_operation: it belongs to the operation's span"""
+
+    name: str
+    start: float
+    end: float
+    attributes: Values
+    of_operation: bool
+
+
+class OperationRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What a request asked of the model, from the parsed body on: GenAI's `chat {model}`."""
+
+    name: str
+    context: str  # traceparent
+    start: float
+    attributes: Values
+
+
+class HttpRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One HTTP request that ended."""
+
+    context: str  # traceparent, as the next one
+    parent: str | None  # of the caller's span
+    trace_state: str
+    method: str
+    route: str
+    start: float
+    end: float
+    status: int
+    attributes: Values
+    operation: OperationRecord | None
+    children: tuple[ChildRecord, ...]

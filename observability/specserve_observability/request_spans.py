@@ -1,8 +1,9 @@
-"""A RequestRecord -> the spans of one request: queue, prefill, decode."""
+"""A RequestRecord -> the spans of one request: queue, prefill, decode and its rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import Link, SpanContext
@@ -11,18 +12,18 @@ from opentelemetry.util.types import AttributeValue
 from . import names
 from .context import child_context, parse_traceparent, root_context
 from .records import RequestRecord
-from .spans import Attributes, DecodeLinks, LinkBook, SpanFactory, status_of
+from .spans import Attributes, DecodeBook, DecodeNotes, Round, SpanFactory, status_of
 
 
 class RequestSpans:
     """A RequestRecord -> queue, prefill and decode spans under the request's own span."""
 
-    def __init__(self, factory: SpanFactory, book: LinkBook) -> None:
+    def __init__(self, factory: SpanFactory, book: DecodeBook) -> None:
         self._factory = factory
         self._book = book
 
     def build(self, request: RequestRecord) -> Iterator[ReadableSpan]:
-        links = self._book.take(int(request.decode_span_id, 16))
+        notes = self._book.take(int(request.decode_span_id, 16))
         if request.traceparent is None:
             parent = root_context()
             yield self._root(request, parent)
@@ -43,7 +44,12 @@ class RequestSpans:
                 names.PREFILL_CACHED_TOKENS: request.num_cached_tokens if chunk_idx == 0 else 0,
             }
             yield self._factory.child(names.PREFILL, parent, chunk.start, chunk.end, attributes)
-        yield self._decode(request, parent, links)
+        decode = child_context(parent, span_id=int(request.decode_span_id, 16))
+        yield self._decode(request, decode, parent, notes)
+        for one in notes.rounds:
+            yield self._factory.child(
+                names.DECODE_ROUNDS, decode, one.start, one.end, _round(request, one)
+            )
 
     def _root(self, request: RequestRecord, context: SpanContext) -> ReadableSpan:
         attributes = {
@@ -62,14 +68,17 @@ class RequestSpans:
         )
 
     def _decode(
-        self, request: RequestRecord, parent: SpanContext, links: DecodeLinks
+        self,
+        request: RequestRecord,
+        context: SpanContext,
+        parent: SpanContext,
+        notes: DecodeNotes,
     ) -> ReadableSpan:
         """Always built, even for a request aborted in the queue: steps may link to it."""
-        context = child_context(parent, span_id=int(request.decode_span_id, 16))
         start = request.finished if request.first_token is None else request.first_token
         attributes = _decode_attributes(request)
-        if links.num_dropped:
-            attributes[names.DECODE_LINKS_DROPPED] = links.num_dropped
+        if notes.num_dropped:
+            attributes[names.DECODE_LINKS_DROPPED] = notes.num_dropped
         return self._factory.span(
             names.DECODE,
             context,
@@ -77,7 +86,7 @@ class RequestSpans:
             start,
             request.finished,
             attributes,
-            links=[Link(other) for other in (*links.windows, *links.steps)],
+            links=[Link(other) for other in (*notes.windows, *notes.steps)],
             status=status_of(request.error),
         )
 
@@ -114,6 +123,35 @@ def _decode_attributes(request: RequestRecord) -> dict[str, AttributeValue]:
         attributes[names.GEN_AI_TIME_TO_FIRST_CHUNK] = ttft
         attributes[names.LATENCY_TTFT] = ttft
         attributes[names.LATENCY_DECODE] = request.finished - request.first_token
+        attributes[names.LATENCY_PREFILL_WAIT] = _prefill_wait(request)
+        if request.num_output_tokens > 1:
+            tpot = (request.finished - request.first_token) / (request.num_output_tokens - 1)
+            attributes[names.LATENCY_TPOT] = tpot
     if request.error is not None:
         attributes[names.ERROR_TYPE] = "request_failed"
     return attributes
+
+
+def _prefill_wait(request: RequestRecord) -> float:
+    """Seconds between parts of the prompt in which others' were computed; not those of a stay in
+    the queue, which preemption makes."""
+    stays = sum(
+        max(0.0, min(stay.end, after.start) - max(stay.start, before.end))
+        for before, after in pairwise(request.prefill)
+        for stay in request.queue
+    )
+    gaps = sum(max(0.0, after.start - before.end) for before, after in pairwise(request.prefill))
+    return max(0.0, gaps - stays)
+
+
+def _round(request: RequestRecord, one: Round) -> Attributes:
+    return {
+        names.REQUEST_ID: request.request_id,
+        names.DECODE_STEPS: len(one.drafted),
+        names.SPEC_DRAFTERS: one.drafters,
+        names.SPEC_DRAFT_TOKENS: sum(one.drafted),
+        names.SPEC_ACCEPTED_TOKENS: sum(one.accepted),
+        names.SPEC_DRAFTED_PER_STEP: one.drafted,
+        names.SPEC_ACCEPTED_PER_STEP: one.accepted,
+        names.GENERATED_TOKENS: one.num_emitted,
+    }

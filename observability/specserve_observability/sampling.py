@@ -7,10 +7,12 @@ bounded.
 
 from __future__ import annotations
 
+import math
+
 from .records import StepRecord
 
 ORDINARY_RATE = 20.0  # step spans per second in the long run
-ORDINARY_BURST = 100.0  # at once after a lull: a single request is kept whole
+_BURST_SECONDS = 5.0  # their worth at once after a lull: a single request is kept whole
 TAIL_RATE = 100.0  # slow, preempting and failed steps per second
 SLOW_FACTOR = 3.0  # a step this many times the usual duration of its size is worth a look
 _WARM_STEPS = 32  # steps seen before "usual" means anything
@@ -25,6 +27,8 @@ class _TokenBucket:
         self._updated: float | None = None
 
     def take(self, now: float) -> bool:
+        if math.isinf(self._rate):
+            return True
         if self._updated is not None:
             gained = max(0.0, now - self._updated) * self._rate
             self._tokens = min(self._burst, self._tokens + gained)
@@ -36,10 +40,13 @@ class _TokenBucket:
 
 
 class StepSampler:
-    """Decides step by step, in order, by the steps' own clock."""
+    """Decides step by step, in order, by the steps' own clock.
 
-    def __init__(self) -> None:
-        self._ordinary = _TokenBucket(ORDINARY_RATE, ORDINARY_BURST)
+    rate: spans of ordinary steps per second; inf: every step, 0: slow and odd ones only
+    """
+
+    def __init__(self, rate: float = ORDINARY_RATE) -> None:
+        self._ordinary = _TokenBucket(rate, rate * _BURST_SECONDS)
         self._tail = _TokenBucket(TAIL_RATE, TAIL_RATE)
         self._mean_by_size: dict[int, tuple[int, float]] = {}  # size class -> (count, mean seconds)
 

@@ -1,6 +1,6 @@
 """Spans of HTTP requests: the roots under which the engine's request spans hang.
 
-The handler only notes times and ids; the span is built by the drain thread.
+The handler only notes times and ids; whoever drains the records builds the spans.
 """
 
 from __future__ import annotations
@@ -9,47 +9,18 @@ import time
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
-import msgspec
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.trace import (
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    get_current_span,
-)
+from opentelemetry.trace import SpanContext, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from opentelemetry.util.types import AttributeValue
 
 from . import names
 from .context import child_context, format_traceparent, root_context
 from .metrics import Metrics
 from .recorder import BoundedQueue
-from .spans import UNSET, Attributes, SpanFactory
+from .records import ChildRecord, HttpRecord, OperationRecord, Values
+from .spans import Attributes
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _MAX_CHILDREN = 64
-
-
-class ChildRecord(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    start: float
-    end: float
-    attributes: Attributes
-
-
-class HttpRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One HTTP request that ended; times in seconds since the epoch."""
-
-    context: SpanContext
-    parent: SpanContext | None
-    method: str
-    route: str
-    start: float
-    end: float
-    status: int
-    attributes: Attributes
-    children: tuple[ChildRecord, ...]
 
 
 class ServerTracer:
@@ -86,7 +57,7 @@ class ServerSpan:
         parent: SpanContext | None,
         method: str,
         route: str,
-        attributes: dict[str, AttributeValue],
+        attributes: Values,
     ) -> None:
         self._tracer = tracer
         self._parent = parent
@@ -95,59 +66,53 @@ class ServerSpan:
         self._attributes = attributes
         self._start = time.time()
         self._children: list[ChildRecord] = []
+        self._operation: tuple[str, str, float] | None = None  # name, traceparent, start
         self._ended = False
-        self._context = (
-            root_context()
-            if parent is None
-            else child_context(parent, trace_state=parent.trace_state)
-        )
-        self.traceparent: str | None = format_traceparent(self._context)
+        self._context = root_context() if parent is None else child_context(parent)
+
+    @property
+    def own_traceparent(self) -> str | None:
+        return format_traceparent(self._context)
+
+    @property
+    def traceparent(self) -> str | None:
+        """Of the span under which what is done now belongs: the operation's, once it has begun."""
+        return self.own_traceparent if self._operation is None else self._operation[1]
+
+    def begin_operation(self, name: str) -> None:
+        """Once: what the model is asked for (`chat`) has a span of its own from here to the end."""
+        context = child_context(self._context)
+        self._operation = (name, format_traceparent(context), time.time())
 
     def child(self, name: str, start: float, end: float, attributes: Attributes) -> None:
         """A part of the request that has happened, such as `tokenize`; times in epoch seconds."""
         if len(self._children) < _MAX_CHILDREN:
-            self._children.append(ChildRecord(name, start, end, attributes))
+            of_operation = self._operation is not None
+            self._children.append(ChildRecord(name, start, end, dict(attributes), of_operation))
 
-    def end(self, status: int, attributes: Attributes) -> None:
-        """status: the HTTP status sent. The first call counts, a second does nothing."""
+    def end(self, status: int, attributes: Attributes, operation: Attributes | None = None) -> None:
+        """status: the HTTP status sent; operation: attributes of that span, if it has begun.
+        The first call counts, a second does nothing."""
         if self._ended:
             return
         self._ended = True
         if not self._context.trace_flags.sampled:
             return
+        parent = self._parent
         record = HttpRecord(
-            context=self._context,
-            parent=self._parent,
+            context=format_traceparent(self._context),
+            parent=None if parent is None else format_traceparent(parent),
+            trace_state="" if parent is None else parent.trace_state.to_header(),
             method=self._method,
             route=self._route,
             start=self._start,
             end=time.time(),
             status=status,
             attributes={**self._attributes, **attributes},
+            operation=self._operation and OperationRecord(*self._operation, dict(operation or {})),
             children=tuple(self._children),
         )
         self._tracer.put(record)
-
-
-def http_spans(record: HttpRecord, factory: SpanFactory) -> Iterator[ReadableSpan]:
-    attributes: dict[str, AttributeValue] = dict(record.attributes)
-    attributes[names.HTTP_RESPONSE_STATUS_CODE] = record.status
-    status = UNSET
-    if record.status >= 500:  # a 4xx is the client's error, not this server's
-        attributes.setdefault(names.ERROR_TYPE, str(record.status))
-        status = Status(StatusCode.ERROR)
-    yield factory.span(
-        f"{record.method} {record.route}",
-        record.context,
-        record.parent,
-        record.start,
-        record.end,
-        attributes,
-        kind=SpanKind.SERVER,
-        status=status,
-    )
-    for child in record.children:
-        yield factory.child(child.name, record.context, child.start, child.end, child.attributes)
 
 
 def _trace_headers(headers: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -157,10 +122,8 @@ def _trace_headers(headers: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield name, value
 
 
-def _request_attributes(
-    method: str, route: str, headers: Mapping[str, str]
-) -> dict[str, AttributeValue]:
-    attributes: dict[str, AttributeValue] = {
+def _request_attributes(method: str, route: str, headers: Mapping[str, str]) -> Values:
+    attributes: Values = {
         names.HTTP_REQUEST_METHOD: method,
         names.HTTP_ROUTE: route,
         names.URL_SCHEME: "http",

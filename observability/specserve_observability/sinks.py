@@ -8,21 +8,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from io import BufferedRandom
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from .export import ExportSettings, Protocols, SpanCounts
 from .logs import get_logger
-from .metrics import Metrics
 from .otlp_json import encode_line
 from .recorder import BoundedQueue
 
 _BATCH_SPANS = 64  # two noisy runs: no worse for the event loop's p99 than 16
 _QUEUED_SPANS = 4096
 _EXPORT_TIMEOUT_SECONDS = 10.0
+_OLD_FILES = 3  # trace files kept beside the one that is written
+_HTTP_EXAMPLE = "http://127.0.0.1:4318"
 
 _log = get_logger("specserve.tracing")
 
@@ -38,44 +41,62 @@ class Sink(Protocol):
 
 
 class FileSink:
-    """Appends OTLP JSON lines to a file. Raises OSError if it cannot be opened."""
+    """Appends OTLP JSON lines to a file. Raises OSError if it cannot be opened.
 
-    def __init__(self, path: str | Path, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._file = open(path, "ab+")  # noqa: SIM115 - closed in close()
+    max_bytes: a file that would grow beyond becomes PATH.1, that one PATH.2, the oldest goes
+    """
+
+    def __init__(self, path: str | Path, counts: SpanCounts, max_bytes: int) -> None:
+        self._path = Path(path)
+        self._counts = counts
+        self._max_bytes = max_bytes
         self._failed = False
-        if self._file.tell() > 0:
+        self._file: BufferedRandom = open(path, "ab+")  # noqa: SIM115 - closed in close()
+        self._num_bytes = self._file.tell()
+        if self._num_bytes > 0:
             self._file.seek(-1, 2)
             if self._file.read(1) != b"\n":  # an earlier run was cut off inside its last line
-                self._file.write(b"\n")
+                self._num_bytes += self._file.write(b"\n")
 
     def offer(self, spans: Sequence[ReadableSpan]) -> None:
+        line = encode_line(spans)
         try:
-            self._file.write(encode_line(spans))
+            if self._num_bytes and self._num_bytes + len(line) > self._max_bytes:
+                self._rotate()
+            self._num_bytes += self._file.write(line)
             self._file.flush()
         except (OSError, ValueError) as error:  # disk full; closed by a late shutdown
-            self._metrics.num_spans_dropped_at_queue += len(spans)
+            self._counts.num_spans_dropped_at_queue += len(spans)
             if not self._failed:
                 _log.error("trace_file_write_failed", error=str(error))
             self._failed = True
+
+    def _rotate(self) -> None:
+        self._file.close()
+        for idx in range(_OLD_FILES, 0, -1):
+            older = self._old(idx - 1) if idx > 1 else self._path
+            if older.exists():
+                older.replace(self._old(idx))
+        self._file = open(self._path, "ab+")  # noqa: SIM115
+        self._num_bytes = 0
+
+    def _old(self, idx: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{idx}")
 
     def close(self, deadline: float) -> None:
         self._file.close()
 
 
 class OtlpSink:
-    """OTLP over HTTP (protobuf) from a thread of its own, behind a bounded queue.
+    """OTLP from a thread of its own, behind a bounded queue.
 
-    url: where spans are posted, as traces_url gives it
+    url: where spans are posted, as endpoint_url gives it
     """
 
-    def __init__(self, url: str, metrics: Metrics) -> None:
-        # Imported here: it brings an HTTP client that a server without --otlp-endpoint never needs.
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-        self._metrics = metrics
+    def __init__(self, url: str, protocol: Protocols, counts: SpanCounts) -> None:
+        self._counts = counts
         self._queue: BoundedQueue[ReadableSpan] = BoundedQueue(_QUEUED_SPANS)
-        self._exporter = OTLPSpanExporter(endpoint=url, timeout=_EXPORT_TIMEOUT_SECONDS)
+        self._exporter = _span_exporter(url, protocol)
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="specserve-otlp", daemon=True)
@@ -83,7 +104,7 @@ class OtlpSink:
 
     def offer(self, spans: Sequence[ReadableSpan]) -> None:
         num_kept = sum(self._queue.put(span) for span in spans)
-        self._metrics.num_spans_dropped_at_queue += len(spans) - num_kept
+        self._counts.num_spans_dropped_at_queue += len(spans) - num_kept
         if num_kept:
             self._wake.set()
 
@@ -93,10 +114,10 @@ class OtlpSink:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         gave_up = self._thread.is_alive()
         num_left = len(self._queue.take())
-        self._metrics.num_spans_dropped_at_queue += num_left
+        self._counts.num_spans_dropped_at_queue += num_left
         # Ends a retry that is waiting; the export thread counts its batch. The SDK's method has no
         # annotations.
-        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+        self._exporter.shutdown()
         if gave_up:
             _log.warning("trace_export_gave_up", num_spans_dropped=num_left)
 
@@ -106,7 +127,7 @@ class OtlpSink:
             self._wake.clear()
             while batch := self._queue.take(_BATCH_SPANS):
                 if not self._deliver(batch):
-                    self._metrics.num_spans_dropped_at_export += len(batch)
+                    self._counts.num_spans_dropped_at_export += len(batch)
             if self._closing.is_set():
                 return
 
@@ -118,16 +139,48 @@ class OtlpSink:
             return False
 
 
-def traces_url(endpoint: str) -> str:
-    """`http://host:4318` -> `http://host:4318/v1/traces`; a full URL is kept.
+def _span_exporter(url: str, protocol: Protocols) -> SpanExporter:
+    """Imported here: what they bring is of no use to a server without --otlp-endpoint."""
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
+            OTLPSpanExporter as GrpcExporter,
+        )
+
+        return GrpcExporter(endpoint=url, timeout=_EXPORT_TIMEOUT_SECONDS)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
+        OTLPSpanExporter as HttpExporter,
+    )
+
+    return HttpExporter(endpoint=url, timeout=_EXPORT_TIMEOUT_SECONDS)
+
+
+def open_sinks(settings: ExportSettings, counts: SpanCounts) -> list[Sink]:
+    """Raises ValueError (endpoint is not a URL) and OSError (file cannot be opened)."""
+    url = endpoint_url(settings)
+    sinks: list[Sink] = []
+    if settings.trace_file is not None:
+        sinks.append(FileSink(settings.trace_file, counts, settings.trace_file_bytes))
+    if url is not None:
+        sinks.append(OtlpSink(url, settings.otlp_protocol, counts))
+    return sinks
+
+
+def endpoint_url(settings: ExportSettings) -> str | None:
+    """HTTP: `http://host:4318` -> `http://host:4318/v1/traces`, a full URL is kept; gRPC: as given.
 
     Raises ValueError where the endpoint is not an http(s) URL.
     """
+    endpoint = settings.otlp_endpoint
+    if endpoint is None:
+        return None
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
+        example = "http://127.0.0.1:4317" if settings.otlp_protocol == "grpc" else _HTTP_EXAMPLE
         raise ValueError(
             f"--otlp-endpoint is {endpoint!r}, which is not an http:// or https:// URL: "
-            "give the collector's OTLP/HTTP address, for example http://127.0.0.1:4318"
+            f"give the collector's OTLP address, for example {example}"
         )
     base = endpoint.rstrip("/")
-    return base if parts.path.rstrip("/").endswith("/v1/traces") else f"{base}/v1/traces"
+    if settings.otlp_protocol == "grpc" or parts.path.rstrip("/").endswith("/v1/traces"):
+        return base
+    return f"{base}/v1/traces"

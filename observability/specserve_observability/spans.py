@@ -1,6 +1,7 @@
 """How a finished span is built, off the event loop, and how the two trace families meet.
 
-Requests (service `specserve`): server span -> tokenize, queue, prefill per chunk, decode.
+Requests (service `specserve`): server span -> `chat {model}` -> tokenize, queue, prefill per chunk,
+decode -> decode.rounds, stream.
 Engine (service `specserve-engine`): engine.window -> engine.step -> plan, draft, target_forward,
 verify, commit. One trace per window and not per step: fifty traces a second would push the
 requests out of a trace store. Families meet in links only, both ways: a step and a window link to
@@ -22,10 +23,14 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.util.types import AttributeValue
 
 from .context import child_context
+from .records import RowRecord
 
 MAX_LINKS = 512  # links and outcome events of one step or window span
 MAX_DECODE_STEP_LINKS = 64  # step links on one decode span; the first ones are kept
 MAX_DECODE_WINDOW_LINKS = 64  # five minutes of windows
+ROUND_STEPS = 16  # of one decode.rounds span, or
+ROUND_SECONDS = 1.0
+MAX_ROUNDS = 256  # of one request; the last takes the rest
 _MAX_FOLLOWED = 4096  # requests whose links are being collected at once
 
 Attributes = Mapping[str, AttributeValue]
@@ -76,13 +81,35 @@ class SpanFactory:
         return self.span(name, child_context(parent), parent, start, end, attributes)
 
 
-class DecodeLinks:
-    """Which windows and kept steps a request ran in, until its decode span is built."""
+class Round:
+    """A stretch of one request's decode steps: what it drafted and kept in each."""
+
+    def __init__(self, start: float) -> None:
+        self.start = start
+        self.end = start
+        self.drafters: list[str] = []
+        self.drafted: list[int] = []  # per step, as the next one
+        self.accepted: list[int] = []
+        self.num_emitted = 0
+
+    def add(self, row: RowRecord, end: float) -> None:
+        self.end = end
+        if row.num_draft_tokens and row.drafter not in self.drafters:
+            self.drafters.append(row.drafter)
+        self.drafted.append(row.num_draft_tokens)
+        self.accepted.append(row.num_accepted_tokens)
+        self.num_emitted += row.num_emitted_tokens
+
+
+class DecodeNotes:
+    """What the steps say of one request, until its decode span is built: its windows, its kept
+    steps, its rounds."""
 
     def __init__(self) -> None:
         self.windows: list[SpanContext] = []
         self.steps: list[SpanContext] = []
         self.num_dropped = 0
+        self.rounds: list[Round] = []
 
     def add_window(self, window: SpanContext) -> None:
         if self.windows and self.windows[-1].span_id == window.span_id:
@@ -98,23 +125,32 @@ class DecodeLinks:
             return
         self.steps.append(step)
 
+    def add_row(self, row: RowRecord, start: float, end: float) -> None:
+        """start, end: of the step"""
+        last = self.rounds[-1] if self.rounds else None
+        full = last is None or len(last.drafted) >= ROUND_STEPS or end - last.start >= ROUND_SECONDS
+        if last is None or (full and len(self.rounds) < MAX_ROUNDS):
+            last = Round(start)
+            self.rounds.append(last)
+        last.add(row, end)
 
-class LinkBook:
-    """Decode span id -> its links. Bounded: a request whose record was dropped is forgotten."""
+
+class DecodeBook:
+    """Decode span id -> its notes. Bounded: a request whose record was dropped is forgotten."""
 
     def __init__(self) -> None:
-        self._by_span_id: OrderedDict[int, DecodeLinks] = OrderedDict()
+        self._by_span_id: OrderedDict[int, DecodeNotes] = OrderedDict()
 
-    def of(self, decode: SpanContext) -> DecodeLinks:
-        links = self._by_span_id.get(decode.span_id)
-        if links is None:
-            links = self._by_span_id[decode.span_id] = DecodeLinks()
+    def of(self, decode: SpanContext) -> DecodeNotes:
+        notes = self._by_span_id.get(decode.span_id)
+        if notes is None:
+            notes = self._by_span_id[decode.span_id] = DecodeNotes()
             if len(self._by_span_id) > _MAX_FOLLOWED:
                 self._by_span_id.popitem(last=False)
-        return links
+        return notes
 
-    def take(self, decode_span_id: int) -> DecodeLinks:
-        return self._by_span_id.pop(decode_span_id, None) or DecodeLinks()
+    def take(self, decode_span_id: int) -> DecodeNotes:
+        return self._by_span_id.pop(decode_span_id, None) or DecodeNotes()
 
 
 def status_of(error: str | None) -> Status:

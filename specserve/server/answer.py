@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 import msgspec
@@ -14,6 +15,7 @@ from specserve.server.source import ChunkSource
 from specserve.server.sse import EventStream, Framing
 from specserve.server.state import CONTEXT, STATE, ServerState
 from specserve.server.tally import Tally
+from specserve.server.telling import may_tell_content, tell_job, tell_reply
 from specserve.stream import merge
 from specserve.types import TokenChunk
 from specserve_observability import names
@@ -50,13 +52,19 @@ class Shape(Protocol):
 
 
 async def answer(request: web.Request, job: Job, shape: Shape) -> web.StreamResponse:
-    tally = Tally([len(ids) for ids in job.prompts], job.params.n, detailed=job.detailed)
+    tally = Tally(
+        [len(ids) for ids in job.prompts],
+        job.params.n,
+        detailed=job.detailed,
+        keep_texts=may_tell_content(request),
+    )
+    tell_job(request, job)
     try:
         if job.stream:
             return await _stream(request, job, shape, tally)
         return await _whole(request, job, shape, tally)
     finally:
-        _note(request, job, tally)
+        tell_reply(request, job, tally)
 
 
 def _source(state: ServerState, job: Job) -> ChunkSource:
@@ -96,7 +104,22 @@ async def _stream(request: web.Request, job: Job, shape: Shape, tally: Tally) ->
             raise
         _log.exception("stream_failed")
         await _fail(request, events, shape, errors.internal_error())
+    finally:
+        _tell_stream(request, events)
     return events.response
+
+
+def _tell_stream(request: web.Request, events: EventStream) -> None:
+    if events.opened is not None:
+        request[CONTEXT].span.child(
+            names.STREAM,
+            events.opened,
+            time.time(),
+            {
+                names.STREAM_CHUNKS: events.num_writes,
+                names.STREAM_BLOCKED: events.blocked_seconds,
+            },
+        )
 
 
 async def _forward(
@@ -122,22 +145,3 @@ async def _fail(
 
 def json_response(reply: msgspec.Struct) -> web.Response:
     return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
-
-
-def _note(request: web.Request, job: Job, tally: Tally) -> None:
-    """What the request's span says; numbers carry their metric's name."""
-    usage = tally.usage()
-    attributes = request[CONTEXT].attributes
-    attributes[names.GEN_AI_RESPONSE_ID] = job.reply_id
-    attributes[names.GEN_AI_PROVIDER] = names.REQUEST_SERVICE
-    attributes[names.GEN_AI_REQUEST_MODEL] = job.model
-    attributes[names.GEN_AI_INPUT_TOKENS] = usage.prompt_tokens
-    attributes[names.GEN_AI_OUTPUT_TOKENS] = usage.completion_tokens
-    attributes[names.GEN_AI_CACHED_TOKENS] = usage.prompt_tokens_details.cached_tokens
-    if reasons := tally.finish_reasons:
-        attributes[names.GEN_AI_FINISH_REASONS] = reasons
-    if tally.complete:
-        spec = tally.metrics().speculative_decoding
-        attributes[names.SPEC_STEPS] = spec.num_spec_steps
-        attributes[names.SPEC_DRAFT_TOKENS] = spec.num_draft_tokens
-        attributes[names.SPEC_ACCEPTED_TOKENS] = spec.num_accepted_draft_tokens

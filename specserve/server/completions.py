@@ -37,9 +37,11 @@ from specserve.server.replies import (
 from specserve.server.state import CONTEXT, STATE, timed_child
 from specserve.server.structured import constrain, format_of
 from specserve.server.tally import Tally
+from specserve.server.telling import tell_prompts
 from specserve.server.wire import CompletionBody
 from specserve.tokenizer import Tokenizer
 from specserve.types import TokenChunk, TokenLogprobs
+from specserve_observability import names
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -53,8 +55,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     text_format = format_of(body)
     prompts = split_prompts(body.prompt)
     check_parallel(len(prompts), params.n)
-    request[CONTEXT].attributes["gen_ai.operation.name"] = "text_completion"
-    with timed_child(request, "tokenize"):
+    request[CONTEXT].span.begin_operation("text_completion")
+    tell_prompts(request, state.engine, prompts)
+    with timed_child(request, names.TOKENIZE):
         encoded = await encode_prompts(
             state.engine, prompts, add_special_tokens=body.add_special_tokens is not False
         )

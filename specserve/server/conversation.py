@@ -22,11 +22,13 @@ from specserve.server.prompts import encode_beside, encode_chat, text_of, trunca
 from specserve.server.readers import reasoning_opened
 from specserve.server.state import CONTEXT, STATE, ServerState, timed_child
 from specserve.server.structured import behind_reasoning, constrain, format_of
+from specserve.server.telling import tell_chat
 from specserve.server.thinking import reasoning_tokens
 from specserve.server.tools import ToolUse, tool_use
 from specserve.server.wire import ChatBody
 from specserve.tokenizer import Tokenizer
 from specserve.types import TokenChunk
+from specserve_observability import names
 
 
 class Voice:
@@ -71,8 +73,9 @@ async def converse(
     check_parallel(1, params.n)
     tools = _tools(state, body)
     text_format = _format_of(state, body, tools)
-    request[CONTEXT].attributes["gen_ai.operation.name"] = "chat"
-    with timed_child(request, "tokenize"):
+    request[CONTEXT].span.begin_operation("chat")
+    tell_chat(request, body.messages)
+    with timed_child(request, names.TOKENIZE):
         encoded = await _encode(state, body, tools)
         prompt_ids = truncated(encoded, body.truncate_prompt_tokens, state.engine.limits)
         beside = await encode_beside(state.engine, body)

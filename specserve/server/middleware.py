@@ -18,6 +18,7 @@ from specserve.server.protocol import ServerProtocol
 from specserve.server.request_log import log_request
 from specserve.server.state import CONTEXT, STATE, RequestContext
 from specserve.server.traffic import TRAFFIC_CLASS_HEADER
+from specserve_observability import names
 from specserve_observability.logs import bound_request, get_logger
 
 REQUEST_ID_PATTERN = "[A-Za-z0-9._:-]{1,128}"
@@ -55,6 +56,8 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
         ),
     )
     request[CONTEXT] = context
+    if context.request_id != asked:  # the caller's own is the caller's text, which no span holds
+        context.attributes[names.HTTP_RESPONSE_REQUEST_ID] = [context.request_id]
     started = time.perf_counter()
     status = CLIENT_CLOSED_REQUEST
     with bound_request(context.request_id, context.span.traceparent):
@@ -63,17 +66,17 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
             status = context.failed_status or response.status
             return response
         except (ConnectionError, asyncio.CancelledError):
-            context.attributes["specserve.client.disconnected"] = True
+            context.attributes[names.CLIENT_DISCONNECTED] = True
             raise
         finally:
-            context.span.end(status, context.attributes)
+            context.span.end(status, context.attributes, context.operation)
             log_request(
                 request.method,
                 _route_name(request),
                 status,
                 time.perf_counter() - started,
                 context.traffic_class,
-                context.attributes,
+                context.attributes | context.operation,
             )
 
 
@@ -161,3 +164,5 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     context = request.get(CONTEXT)
     if context is not None:
         response.headers["x-request-id"] = context.request_id
+        if (traceparent := context.span.own_traceparent) is not None:
+            response.headers["traceparent"] = traceparent

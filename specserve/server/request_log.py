@@ -36,7 +36,7 @@ def log_request(
     traffic_class: str,
     attributes: Mapping[str, AttributeValue],
 ) -> None:
-    """status: 499 where the client left; attributes: of the request's span"""
+    """status: 499 where the client left; attributes: of its spans"""
     write = _log.warning if status >= 500 else _log.debug if route in _PROBES else _log.info
     numbers = {name: attributes[key] for key, name in _NUMBERS.items() if key in attributes}
     write(

@@ -6,6 +6,7 @@ streams coalesce. The engine itself never waits for a socket.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import msgspec
@@ -43,6 +44,9 @@ class EventStream:
         self._request = request
         self._framing = framing
         self._response = web.StreamResponse(headers=_HEADERS)
+        self.opened: float | None = None  # time.time() of the headers
+        self.num_writes = 0  # of events
+        self.blocked_seconds = 0.0  # writes waited for the client to read
 
     @property
     def response(self) -> web.StreamResponse:
@@ -55,25 +59,39 @@ class EventStream:
 
     async def open(self) -> None:
         """Headers leave at once: proxies and clients time out on silence before them."""
+        self.opened = time.time()
         await self._response.prepare(self._request)
 
     async def send(self, events: Iterable[msgspec.Struct]) -> None:
         """Each struct one event, all in one write."""
         payload = b"".join([frame(event, self._framing) for event in events])
         if payload:
-            await self._response.write(payload)
+            self.num_writes += 1
+            await self._write(payload)
 
     async def keep_alive(self) -> None:
         """A comment: the only thing every client ignores (an event without data kills some)."""
-        await self._response.write(_KEEP_ALIVE)
+        await self._write(_KEEP_ALIVE)
 
     async def done(self) -> None:
         if self._framing.end:
-            await self._response.write(self._framing.end)
-        await self._response.write_eof()
+            await self._write(self._framing.end)
+        await self._end()
 
     async def fail(self, error: msgspec.Struct) -> None:
         """One error event and the connection's end: no finish chunk, no mark of the end."""
         self._response.force_close()
-        await self._response.write(frame(error, self._framing))
+        await self._write(frame(error, self._framing))
+        await self._end()
+
+    async def _write(self, payload: bytes) -> None:
+        began = time.perf_counter()
+        try:
+            await self._response.write(payload)
+        finally:  # a client that never reads is cut off inside
+            self.blocked_seconds += time.perf_counter() - began
+
+    async def _end(self) -> None:
+        began = time.perf_counter()
         await self._response.write_eof()
+        self.blocked_seconds += time.perf_counter() - began

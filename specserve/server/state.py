@@ -46,6 +46,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrent_per_key: int | None = None  # requests under way
     cors: CorsPolicy = CorsPolicy()
     tls: ssl.SSLContext | None = None  # None: plain HTTP
+    trace_content: bool = False  # prompts and replies may stand in spans
     tool_call_parser: str = "auto"  # as ReplyFormat.of takes it
     reasoning_parser: str = "auto"  # likewise
 
@@ -113,11 +114,12 @@ class ServerState:
 
 @dataclass
 class RequestContext:
-    """One HTTP request's identity and what its span will say."""
+    """One HTTP request's identity and what its spans will say."""
 
     request_id: str  # echoed as x-request-id; never the engine's id
     span: ServerSpan
     attributes: dict[str, AttributeValue] = field(default_factory=dict)
+    operation: dict[str, AttributeValue] = field(default_factory=dict)  # of what the model did
     failed_status: int | None = None  # of an error event, after a status line that said 200
     traffic_class: str = DEFAULT_CLASS
 

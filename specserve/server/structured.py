@@ -18,6 +18,7 @@ from specserve.server.state import STATE, timed_child
 from specserve.server.thinking import CLOSES
 from specserve.server.wire import GenerationBody, StructuredOutputsBody
 from specserve.tokenizer import Tokenizer
+from specserve_observability import names
 
 _KINDS: Final[dict[str, GrammarKind]] = {
     "json": "json_schema",
@@ -34,7 +35,7 @@ async def constrain(request: web.Request, job: Job, spec: GrammarSpec | None) ->
     if spec is None:
         return job
     compiler = request.app[STATE].compiler
-    with timed_child(request, "compile_grammar"):
+    with timed_child(request, names.COMPILE_GRAMMAR):
         constraints = await compiler.constraints(spec, len(job.requests))
     return msgspec.structs.replace(
         job, requests=constrained(job.requests, constraints, param=spec.param)

@@ -26,19 +26,30 @@ from specserve.types import SpecStats, TokenChunk
 class Tally:
     """The newest chunk of each sequence. choice index = prompt index * n + i."""
 
-    def __init__(self, prompt_lens: Seq[int], n: int, *, detailed: bool) -> None:
-        """prompt_lens: tokens of each prompt; each counts once, however many texts it gets."""
+    def __init__(
+        self, prompt_lens: Seq[int], n: int, *, detailed: bool, keep_texts: bool = False
+    ) -> None:
+        """prompt_lens: tokens of each prompt; each counts once, however many texts it gets.
+        keep_texts: each sequence's text so far is asked for"""
         self._num_prompt_tokens = sum(prompt_lens)
         self._n = n
         self._detailed = detailed
         self._last: list[TokenChunk | None] = [None] * (len(prompt_lens) * n)
         self._open = len(self._last)
         self._num_reasoning_tokens: dict[int, int] = {}
+        self._texts: list[list[str]] | None = [[] for _ in self._last] if keep_texts else None
 
     def add(self, idx: int, chunk: TokenChunk) -> None:
         self._last[idx] = chunk
+        if self._texts is not None:
+            self._texts[idx].append(chunk.text)
         if chunk.finish_reason is not None:
             self._open -= 1
+
+    @property
+    def texts(self) -> list[str]:
+        """Of each sequence, so far; none where they were not kept."""
+        return ["".join(parts) for parts in self._texts or []]
 
     def add_reasoning(self, idx: int, num_tokens: int) -> None:
         """How many of a finished sequence's tokens were reasoning, where anybody can tell."""

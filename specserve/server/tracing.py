@@ -18,7 +18,16 @@ class ServerSpan(Protocol):
 
     @property
     def traceparent(self) -> str | None:
-        """W3C value that names this span; the engine's spans become its children."""
+        """W3C value that names the span which the engine's spans become children of."""
+        ...
+
+    @property
+    def own_traceparent(self) -> str | None:
+        """W3C value that names this span, for the reply's header; None: there is no such span."""
+        ...
+
+    def begin_operation(self, name: str) -> None:
+        """What is asked of the model has a span of its own, from here to the end."""
         ...
 
     def child(
@@ -27,8 +36,16 @@ class ServerSpan(Protocol):
         """A part that has already ended. start, end: time.time() seconds."""
         ...
 
-    def end(self, status: int, attributes: Mapping[str, AttributeValue]) -> None:
-        """status: HTTP status sent; 499: the client left before the reply was complete."""
+    def end(
+        self,
+        status: int,
+        attributes: Mapping[str, AttributeValue],
+        operation: Mapping[str, AttributeValue],
+    ) -> None:
+        """status: HTTP status sent; 499: the client left before the reply was complete.
+
+        operation: attributes of the operation's span, if it has begun
+        """
         ...
 
 
@@ -41,15 +58,25 @@ class ServerTracer(Protocol):
 class PassThroughSpan:
     """Without a tracer the caller's own traceparent goes straight to the engine."""
 
+    own_traceparent = None
+
     def __init__(self, traceparent: str | None) -> None:
         self.traceparent = traceparent
+
+    def begin_operation(self, name: str) -> None:
+        return
 
     def child(
         self, name: str, start: float, end: float, attributes: Mapping[str, AttributeValue]
     ) -> None:
         return
 
-    def end(self, status: int, attributes: Mapping[str, AttributeValue]) -> None:
+    def end(
+        self,
+        status: int,
+        attributes: Mapping[str, AttributeValue],
+        operation: Mapping[str, AttributeValue],
+    ) -> None:
         return
 
 
