@@ -152,7 +152,7 @@ async def test_a_study_of_the_real_server_finds_what_its_drafters_are_made_for()
             target=Target(url=f"http://127.0.0.1:{server.port}", max_tokens=40),
             arms=(OFF, Arm("oracle:3", "oracle", 3), Arm("anti:2", "anti", 2)),
             categories=("chat",),
-            per_category=5,
+            per_category=6,
             block_size=1,
         )
         study = await run_acceptance(plan, lambda line: None)
@@ -163,11 +163,11 @@ async def test_a_study_of_the_real_server_finds_what_its_drafters_are_made_for()
     assert [p.num_accepted for p in anti.summary.positions] == [0, 0]
     assert anti.summary.positions[1].num_at_risk == 0
     assert oracle.num_different == anti.num_different == 0
-    assert oracle.num_blocks == 5
+    assert oracle.num_blocks == 6
     assert oracle.speed_up is not None
     assert oracle.speed_up.low is not None
     text = render_text(document_of(study))
-    assert "All 10 replies with speculation are the ones without it, token for token." in text
+    assert "All 12 replies with speculation are the ones without it, token for token." in text
 
 
 async def test_the_command_writes_json_csv_and_a_page_and_report_reads_them_again(

@@ -151,6 +151,13 @@ def test_requests_that_all_agree_on_a_share_of_0_or_1_still_leave_it_uncertain()
     assert (every.low, every.high) == pytest.approx((0.8843, 1.0), abs=1e-3)
 
 
+def test_a_speed_is_never_below_0_however_few_and_wild_its_blocks_are() -> None:
+    wild = ratio_interval([50.0] * 6, [0.5, 0.6, 0.4, 0.5, 9.0, 0.5])
+    assert wild is not None
+    assert wild.low is not None
+    assert 0 < wild.low < wild.estimate
+
+
 def test_an_interval_is_the_same_to_the_digit_when_it_is_computed_again() -> None:
     values = list(np.random.default_rng(1).random(40))
     assert mean_interval(values) == mean_interval(values)

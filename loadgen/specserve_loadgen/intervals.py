@@ -13,6 +13,7 @@ binomial bound with one trial per cluster, which is wide and never wrong.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEVEL: Final = 0.95
-FEWEST: Final = 5
+FEWEST: Final = 6
 NUM_RESAMPLES: Final = 2000
 _TAIL: Final = (1 - LEVEL) / 2
 
@@ -57,11 +58,18 @@ def ratio_interval(
     squares = (
         counts @ (a * a) - 2 * values * (counts @ (a * b)) + values * values * (counts @ (b * b))
     )
-    low, high = _studentised(estimate, _error(a - estimate * b, b.sum()), values, squares, sums_b)
+    errors = np.sqrt(np.maximum(squares, 0)) / sums_b  # [R]
+    error = float(np.sqrt(((a - estimate * b) ** 2).sum()) / b.sum())
     if is_share:
         if estimate in (0.0, 1.0):
             return _unanimous(estimate, len(b))
+        low, high = _studentised(estimate, error, values, errors)
         low, high = max(0.0, low), min(1.0, high)
+    elif (a > 0).all():  # on a log scale, so that no speed or length is ever below 0
+        logs = _studentised(math.log(estimate), error / estimate, np.log(values), errors / values)
+        low, high = math.exp(logs[0]), math.exp(logs[1])
+    else:
+        low, high = _studentised(estimate, error, values, errors)
     return Interval(estimate, low, high, len(b))
 
 
@@ -118,20 +126,14 @@ def _resamples(num_clusters: int) -> Array:
     return rng.multinomial(num_clusters, even, size=NUM_RESAMPLES).astype(np.float64)
 
 
-def _error(residuals: Array, scale: float) -> float:
-    """Up to a factor that resamples of as many clusters share."""
-    return float(np.sqrt((residuals**2).sum()) / scale)
-
-
 def _studentised(
-    estimate: float, error: float, values: Array, squares: Array, scales: Array
+    estimate: float, error: float, values: Array, errors: Array
 ) -> tuple[float, float]:
-    """values, squares, scales: [R] of each resample, its squared residuals' sum and their scale"""
-    if error <= 1e-12 * abs(estimate):
+    """values, errors: [R] of each resample; errors up to a factor that all of them share"""
+    if error <= 1e-12 * max(1.0, abs(estimate)):
         return estimate, estimate
-    errors = np.sqrt(np.maximum(squares, 0)) / scales
     # A resample of one cluster alone has no spread: without a floor it would be infinitely far out.
-    distances = (values - estimate) / np.maximum(errors, 0.3 * error)
+    distances = (values - estimate) / np.maximum(errors, 0.1 * error)
     low, high = np.quantile(distances, [_TAIL, 1 - _TAIL])
     return float(estimate - high * error), float(estimate - low * error)
 

@@ -57,7 +57,7 @@ def settings_from(options: argparse.Namespace) -> Settings:
         warmup=options.warmup,
         multi_turn=options.multi_turn,
         think_time=options.think_time,
-        slo=_slo(options.slo),
+        slo=parse_slo(options.slo),
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         seed=options.seed,
@@ -97,7 +97,7 @@ def _synthetic(options: argparse.Namespace) -> Synthetic | None:
     )
 
 
-def _slo(text: str) -> Slo | None:
+def parse_slo(text: str) -> Slo | None:
     """`ttft:500,tpot:50` in milliseconds."""
     if not text:
         return None
@@ -115,7 +115,7 @@ def _slo(text: str) -> Slo | None:
     return Slo(**limits)
 
 
-def base_url(url: str) -> str:
+def base_url(url: str, flag: str = "--url") -> str:
     """scheme://host:port of an address given with or without a path such as /v1."""
     try:
         parts = urlsplit(url)
@@ -123,7 +123,7 @@ def base_url(url: str) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise LoadgenError(f"--url {url}: not an address such as http://127.0.0.1:8000")
+        raise LoadgenError(f"{flag} {url}: not an address such as http://127.0.0.1:8000")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 

@@ -12,15 +12,29 @@ from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.report import SCHEMA as LOAD
 from specserve_loadgen.report import Report
 from specserve_loadgen.reports.acceptance import acceptance_document, acceptance_measurements
+from specserve_loadgen.reports.comparisons import (
+    ab_document,
+    ab_measurements,
+    capacity_document,
+    capacity_measurements,
+    lossless_document,
+    lossless_measurements,
+)
 from specserve_loadgen.reports.document import Document
 from specserve_loadgen.reports.html import render_html
 from specserve_loadgen.reports.load import load_document, load_measurements
 from specserve_loadgen.reports.measurements import Measurement, to_csv
 from specserve_loadgen.reports.text import render_text
+from specserve_loadgen.studies.ab import SCHEMA as AB
+from specserve_loadgen.studies.ab import AbStudy
 from specserve_loadgen.studies.acceptance import SCHEMA as ACCEPTANCE
 from specserve_loadgen.studies.acceptance import AcceptanceStudy
+from specserve_loadgen.studies.capacity import SCHEMA as CAPACITY
+from specserve_loadgen.studies.capacity import CapacityStudy
+from specserve_loadgen.studies.lossless import SCHEMA as LOSSLESS
+from specserve_loadgen.studies.lossless import LosslessStudy
 
-Shown = AcceptanceStudy | Report
+Shown = AcceptanceStudy | AbStudy | LosslessStudy | CapacityStudy | Report
 
 
 class Shape(NamedTuple):
@@ -31,6 +45,9 @@ class Shape(NamedTuple):
 
 SHAPES = {
     ACCEPTANCE: Shape(AcceptanceStudy, acceptance_document, acceptance_measurements),
+    AB: Shape(AbStudy, ab_document, ab_measurements),
+    LOSSLESS: Shape(LosslessStudy, lossless_document, lossless_measurements),
+    CAPACITY: Shape(CapacityStudy, capacity_document, capacity_measurements),
     LOAD: Shape(Report, load_document, load_measurements),
 }
 

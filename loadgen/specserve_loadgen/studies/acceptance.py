@@ -20,7 +20,7 @@ from specserve_loadgen.intervals import (
     quantile_interval,
     ratio_interval,
 )
-from specserve_loadgen.prompts import Prompt, load_prompts
+from specserve_loadgen.prompts import Prompt
 from specserve_loadgen.records import RequestRecord
 from specserve_loadgen.report import Environment, environment
 from specserve_loadgen.studies.arms import OFF, Arm
@@ -31,6 +31,7 @@ from specserve_loadgen.studies.cells import (
     Target,
     blocks_of,
     check_arms,
+    chosen_prompts,
     rotated,
     run_block,
     study_requests,
@@ -114,7 +115,7 @@ async def run_acceptance(
     plan: Plan, say: Callable[[str], None], api_key: str | None = None
 ) -> AcceptanceStudy:
     """Ctrl-C, or the end of its seconds, ends it after the blocks that are complete."""
-    prompts = chosen_prompts(plan)
+    prompts = chosen_prompts(plan.prompts_file, plan.categories, plan.per_category)
     started_at, began = time.time(), time.perf_counter()
     await check_arms(plan.target, plan.arms, prompts, api_key)
     runs: list[BlockRun] = []
@@ -151,19 +152,6 @@ async def run_acceptance(
         requests=tuple(row for run in runs for row in study_requests(run, _baseline(run, runs))),
         notes=tuple(_notes(plan, runs, watch, num_asked, len(prompts))),
     )
-
-
-def chosen_prompts(plan: Plan) -> list[Prompt]:
-    prompts = load_prompts(plan.prompts_file, plan.categories)
-    if plan.per_category is None:
-        return prompts
-    seen: dict[str, int] = {}
-    kept = []
-    for prompt in prompts:
-        seen[prompt.category] = seen.get(prompt.category, 0) + 1
-        if seen[prompt.category] <= plan.per_category:
-            kept.append(prompt)
-    return kept
 
 
 async def _warm_up(plan: Plan, block: Sequence[Prompt], api_key: str | None) -> None:

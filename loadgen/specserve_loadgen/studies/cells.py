@@ -17,7 +17,7 @@ import msgspec
 from specserve_loadgen import latency
 from specserve_loadgen.client import Client
 from specserve_loadgen.errors import LoadgenError
-from specserve_loadgen.prompts import Prompt
+from specserve_loadgen.prompts import Prompt, load_prompts
 from specserve_loadgen.records import RequestRecord
 from specserve_loadgen.run import run_load
 from specserve_loadgen.settings import ClosedLoop, Endpoint, Settings
@@ -91,6 +91,19 @@ class StudyRequest(msgspec.Struct, frozen=True, kw_only=True):
     per_step_drafted: list[int] | None
     per_step_accepted: list[int] | None
     same_output: bool | None
+
+
+def chosen_prompts(
+    file: str | None, categories: Sequence[str], per_category: int | None
+) -> list[Prompt]:
+    """Kinds interleaved, as `load_prompts` does; per_category: at most so many of each."""
+    seen: dict[str, int] = {}
+    kept = []
+    for prompt in load_prompts(file, categories):
+        seen[prompt.category] = seen.get(prompt.category, 0) + 1
+        if per_category is None or seen[prompt.category] <= per_category:
+            kept.append(prompt)
+    return kept
 
 
 def blocks_of(prompts: Sequence[Prompt], size: int) -> list[Sequence[Prompt]]:

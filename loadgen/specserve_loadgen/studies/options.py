@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from specserve_loadgen.errors import LoadgenError
+from specserve_loadgen.options import NATURAL, NOT_NEGATIVE, POSITIVE_INT, base_url
+from specserve_loadgen.prompts import Prompt
 from specserve_loadgen.reports.files import Outputs
-from specserve_loadgen.studies.cells import Target
-
-
-def add_server_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
-    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token, in no report")
-    parser.add_argument("--model", help="default: the first that the server lists")
-    parser.add_argument("--endpoint", choices=("chat", "completions"), default="chat")
+from specserve_loadgen.studies.cells import Target, chosen_prompts
 
 
 def add_request_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
@@ -25,11 +18,11 @@ def add_request_options(parser: argparse.ArgumentParser, max_tokens: int) -> Non
     )
     parser.add_argument("--categories", default="", metavar="A,B", help="only these of the prompts")
     parser.add_argument(
-        "--per-category", type=at_least_1, metavar="N", help="at most so many prompts of each"
+        "--per-category", type=POSITIVE_INT, metavar="N", help="at most so many prompts of each"
     )
     parser.add_argument(
         "--max-tokens",
-        type=at_least_1,
+        type=POSITIVE_INT,
         default=max_tokens,
         metavar="N",
         help="default: %(default)s",
@@ -39,7 +32,7 @@ def add_request_options(parser: argparse.ArgumentParser, max_tokens: int) -> Non
         action="store_true",
         help="go on behind the end of the text; biases acceptance",
     )
-    parser.add_argument("--seed", type=natural, default=0, help="request i samples with seed + i")
+    parser.add_argument("--seed", type=NATURAL, default=0, help="request i samples with seed + i")
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +41,9 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="a page that opens offline")
 
 
-def target_from(options: argparse.Namespace, url: str | None = None) -> Target:
+def target_from(options: argparse.Namespace) -> Target:
     return Target(
-        url=base_url("--url", options.url if url is None else url),
+        url=base_url(options.url),
         model=options.model,
         endpoint=options.endpoint,
         max_tokens=options.max_tokens,
@@ -59,50 +52,13 @@ def target_from(options: argparse.Namespace, url: str | None = None) -> Target:
     )
 
 
+def prompts_from(options: argparse.Namespace) -> list[Prompt]:
+    categories = [name for name in options.categories.split(",") if name]
+    return chosen_prompts(options.prompts, categories, options.per_category)
+
+
 def outputs_from(options: argparse.Namespace) -> Outputs:
     return Outputs(options.json, options.csv, options.html)
-
-
-def base_url(flag: str, url: str) -> str:
-    """scheme://host:port of an address with or without a path such as /v1."""
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        valid = False
-    if not valid:
-        raise LoadgenError(f"{flag} {url}: not an address such as http://127.0.0.1:8000")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-def at_least_1(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
-def natural(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 0")
-    return int(text)
-
-
-def positive(text: str) -> float:
-    return _number(text, "a number above 0", least=0.0, or_equal=False)
-
-
-def not_negative(text: str) -> float:
-    return _number(text, "a number of at least 0", least=0.0, or_equal=True)
-
-
-def _number(text: str, what: str, *, least: float, or_equal: bool) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
-    if not math.isfinite(value) or value < least or (value == least and not or_equal):
-        raise argparse.ArgumentTypeError(f"{text} is not {what}")
-    return value
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
@@ -117,7 +73,7 @@ def temperatures(text: str) -> tuple[float | None, ...]:
     found: list[float | None] = []
     for part in (part for part in text.split(",") if part):
         try:
-            found.append(None if part == "default" else not_negative(part))
+            found.append(None if part == "default" else NOT_NEGATIVE(part))
         except argparse.ArgumentTypeError:
             raise LoadgenError(
                 f"--temperatures {text}: write numbers of at least 0, as in 0,0.7"
