@@ -149,31 +149,56 @@ inline void prepare_f32(const PrepareRows& p) {
 // |r| <= ln 2 / 2 (Cody and Waite's split of ln 2), a polynomial of degree 7 (Taylor: its rest is
 // below 2^-27), and 2^n in two factors so that overflow gives Inf and underflow goes through
 // subnormals to 0. NaN stays NaN: both comparisons with it are false.
-inline void exponential(Floats& x) {
-  constexpr float BOUND = 110.0f;
-  const Ints above = x > BOUND, below = x < -BOUND;
-  const Floats bound = Floats{} + BOUND, minus_bound = Floats{} - BOUND;
-  x = (Floats)((above & (Ints)bound) | (below & (Ints)minus_bound) | (~(above | below) & (Ints)x));
-  const Floats shifted = x * 1.44269504f + ROUNDER;
-  const Ints n = (Ints)shifted - ROUNDER_BITS;
-  const Floats whole = shifted - ROUNDER;
-  const Floats r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
-  Floats p = r * (1.0f / 5040.0f) + 1.0f / 720.0f;
-  p = p * r + 1.0f / 120.0f;
-  p = p * r + 1.0f / 24.0f;
-  p = p * r + 1.0f / 6.0f;
-  p = p * r + 0.5f;
-  p = p * (r * r) + r;
-  p = p + 1.0f;
-  const Ints half = n >> 1;
-  x = p * (Floats)((half + 127) << 23) * (Floats)((n - half + 127) << 23);
+//
+// R vectors walk through it side by side: one alone is a chain of 45 operations, of which a core
+// sees too few ahead to fill the time.
+template <int R>
+inline void side_by_side(Floats (&x)[R]) {
+#if defined(__AVX512F__)
+  for (Floats& one : x) asm("" : "+v"(one));  // else gcc walks through it R times
+#else
+  (void)x;
+#endif
+}
+
+template <int R>
+inline void exponential(Floats (&x)[R]) {
+  const Floats most = Floats{} + 110.0f, least = -most;
+  Floats shifted[R], p[R];
+  Ints n[R];
+  for (int i = 0; i < R; ++i) x[i] = x[i] > most ? most : x[i];
+  for (int i = 0; i < R; ++i) x[i] = x[i] < least ? least : x[i];
+  for (int i = 0; i < R; ++i) shifted[i] = x[i] * 1.44269504f + ROUNDER;
+  side_by_side(shifted);
+  for (int i = 0; i < R; ++i) n[i] = (Ints)shifted[i] - ROUNDER_BITS;
+  for (int i = 0; i < R; ++i) shifted[i] = shifted[i] - ROUNDER;
+  for (int i = 0; i < R; ++i) x[i] = x[i] - shifted[i] * 0.693359375f;
+  side_by_side(x);
+  for (int i = 0; i < R; ++i) x[i] = x[i] - shifted[i] * -2.12194440e-4f;
+  side_by_side(x);
+  for (int i = 0; i < R; ++i) p[i] = x[i] * (1.0f / 5040.0f) + 1.0f / 720.0f;
+  for (const float term : {1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f}) {
+    side_by_side(p);
+    for (int i = 0; i < R; ++i) p[i] = p[i] * x[i] + term;
+  }
+  side_by_side(p);
+  for (int i = 0; i < R; ++i) p[i] = p[i] * (x[i] * x[i]) + x[i];
+  side_by_side(p);
+  for (int i = 0; i < R; ++i) p[i] = p[i] + 1.0f;
+  for (int i = 0; i < R; ++i) {
+    const Ints half = n[i] >> 1;
+    x[i] = p[i] * (Floats)((half + 127) << 23) * (Floats)((n[i] - half + 127) << 23);
+  }
+  side_by_side(x);
 }
 
 // gate = silu(gate) * up
-inline void swiglu(Floats& gate, const Floats& up) {
-  Floats e = -gate;
+template <int R>
+inline void swiglu(Floats (&gate)[R], const Floats (&up)[R]) {
+  Floats e[R];
+  for (int i = 0; i < R; ++i) e[i] = -gate[i];
   exponential(e);
-  gate = gate / (1.0f + e) * up;
+  for (int i = 0; i < R; ++i) gate[i] = gate[i] / (1.0f + e[i]) * up[i];
 }
 
 // Scales and bias of one column tile, padded to 16 lanes.
@@ -193,25 +218,94 @@ inline void fill(ColumnTile& c, const Weight& w, int64_t tile) {
   if (w.bias != nullptr) std::memcpy(&c.bias, w.bias + c.first, bytes);
 }
 
-// The 16 values of one row from its sums: the one formula of every instruction set.
-inline void tile_values(const Product& p, const ColumnTile& c, int64_t m, const int32_t* sums,
-                        Floats& v) {
+// What turns the sums of a column tile into values, apart from the row: copied out of Product and
+// ColumnTile, since the compiler must take every store of an output for one to those.
+struct Finish {
+  Floats scales, bias;
+  bool has_bias;
+  const float* row_scales;
+};
+
+inline void start(Finish& by, const Product& p, const ColumnTile& c, int64_t m) {
+  by.scales = c.scales;
+  by.bias = c.bias;
+  by.has_bias = p.weight->bias != nullptr;
+  by.row_scales = p.row_scales + m;
+}
+
+// The 16 values of row r from its sums: the one formula of every instruction set.
+inline void tile_values(const Finish& by, int r, const int32_t* sums, Floats& v) {
   Ints exact;
   std::memcpy(&exact, sums, sizeof exact);
-  v = __builtin_convertvector(exact, Floats) * p.row_scales[m] * c.scales;
-  if (p.weight->bias != nullptr) v += c.bias;
+  v = __builtin_convertvector(exact, Floats) * by.row_scales[r] * by.scales;
+  if (by.has_bias) v += by.bias;
 }
 
-inline void tile_values(const Product& p, const ColumnTile& c, int64_t, const float* sums,
-                        Floats& v) {
+inline void tile_values(const Finish& by, int, const float* sums, Floats& v) {
   std::memcpy(&v, sums, sizeof v);
-  if (p.weight->bias != nullptr) v += c.bias;
+  if (by.has_bias) v += by.bias;
 }
 
-inline void add_to(const float* out, Floats& v) {
-  Floats before;
-  std::memcpy(&before, out, sizeof before);
-  v = before + v;
+template <bool ADD, typename Sum>
+inline void finish_whole_tile(const Product& p, const ColumnTile& c, int64_t m, int num_rows,
+                              const Sum* sums) {
+  Finish by;
+  start(by, p, c, m);
+  float* out = p.out + m * p.ldo + c.first;
+  const int64_t ldo = p.ldo;
+  for (int r = 0; r < num_rows; ++r) {
+    Floats v;
+    tile_values(by, r, sums + r * LANES, v);
+    if constexpr (ADD) {
+      Floats before;
+      std::memcpy(&before, out + r * ldo, sizeof before);
+      v = before + v;
+    }
+    std::memcpy(out + r * ldo, &v, sizeof v);
+  }
+}
+
+// The last tile of a weight whose rows are no multiple of 16. Lanes taken one by one would keep a
+// vector in memory, so never inlined.
+template <typename Sum>
+__attribute__((noinline)) void finish_cut_tile(const Product& p, const ColumnTile& c, int64_t m,
+                                               int num_rows, const Sum* sums) {
+  Finish by;
+  start(by, p, c, m);
+  for (int r = 0; r < num_rows; ++r) {
+    Floats v;
+    tile_values(by, r, sums + r * LANES, v);
+    float* out = p.out + (m + r) * p.ldo + c.first;
+    for (int j = 0; j < c.num_valid; ++j) {
+      out[j] = p.epilogue == Epilogue::ADD ? out[j] + v[j] : v[j];
+    }
+  }
+}
+
+template <int R, typename Sum>
+inline void finish_swiglu_rows(const Finish& gate, const Finish& up, int r, const Sum* gate_sums,
+                               const Sum* up_sums, float* out, int64_t ldo) {
+  Floats values[R], ups[R];
+  for (int i = 0; i < R; ++i) tile_values(gate, r + i, gate_sums + (r + i) * LANES, values[i]);
+  for (int i = 0; i < R; ++i) tile_values(up, r + i, up_sums + (r + i) * LANES, ups[i]);
+  swiglu(values, ups);
+  for (int i = 0; i < R; ++i) std::memcpy(out + (r + i) * ldo, &values[i], sizeof values[i]);
+}
+
+template <typename Sum>
+inline void finish_swiglu(const Product& p, const ColumnTile* columns, int64_t m, int num_rows,
+                          const Sum* gate_sums, const Sum* up_sums) {
+  Finish gate, up;
+  start(gate, p, columns[0], m);
+  start(up, p, columns[1], m);
+  float* out = p.out + m * p.ldo + columns[0].first / 2;
+  const int in_fours = num_rows / 4 * 4;
+  for (int r = 0; r < in_fours; r += 4) {
+    finish_swiglu_rows<4>(gate, up, r, gate_sums, up_sums, out, p.ldo);
+  }
+  for (int left = num_rows % 4; left > 0; --left) {
+    finish_swiglu_rows<1>(gate, up, num_rows - left, gate_sums, up_sums, out, p.ldo);
+  }
 }
 
 // Finish rows m..m+num_rows of `num_tiles` neighbouring column tiles (an even number for SWIGLU).
@@ -219,32 +313,18 @@ inline void add_to(const float* out, Floats& v) {
 template <typename Sum>
 inline void finish(const Product& p, const ColumnTile* columns, int num_tiles, int64_t m,
                    int num_rows, const Sum* sums, int tile_stride) {
-  Floats v, up;
   if (p.epilogue == Epilogue::SWIGLU) {
     for (int t = 0; t + 1 < num_tiles; t += 2) {
-      for (int r = 0; r < num_rows; ++r) {
-        const Sum* gate_sums = sums + t * tile_stride + r * LANES;
-        tile_values(p, columns[t], m + r, gate_sums, v);
-        tile_values(p, columns[t + 1], m + r, gate_sums + tile_stride, up);
-        swiglu(v, up);
-        std::memcpy(p.out + (m + r) * p.ldo + columns[t].first / 2, &v, sizeof v);
-      }
+      const Sum* gate_sums = sums + t * tile_stride;
+      finish_swiglu(p, columns + t, m, num_rows, gate_sums, gate_sums + tile_stride);
     }
     return;
   }
-  const bool add = p.epilogue == Epilogue::ADD;
-  for (int t = 0; t < num_tiles; ++t) {
+  for (int t = 0; t < num_tiles; ++t, sums += tile_stride) {
     const ColumnTile& c = columns[t];
-    for (int r = 0; r < num_rows; ++r) {
-      tile_values(p, c, m + r, sums + t * tile_stride + r * LANES, v);
-      float* out = p.out + (m + r) * p.ldo + c.first;
-      if (c.num_valid == LANES) {
-        if (add) add_to(out, v);
-        std::memcpy(out, &v, sizeof v);
-        continue;
-      }
-      for (int j = 0; j < c.num_valid; ++j) out[j] = add ? out[j] + v[j] : v[j];
-    }
+    if (c.num_valid < LANES) finish_cut_tile(p, c, m, num_rows, sums);
+    else if (p.epilogue == Epilogue::ADD) finish_whole_tile<true>(p, c, m, num_rows, sums);
+    else finish_whole_tile<false>(p, c, m, num_rows, sums);
   }
 }
 
