@@ -90,6 +90,10 @@ def main(argv: list[str] | None = None) -> int:
         from specserve.hindsight_report import main as regret_main
 
         return regret_main(arguments[2:])
+    if arguments[:2] == ["study", "whatif"]:
+        from specserve.whatif import main as whatif_main
+
+        return whatif_main(arguments[2:])
     if arguments[:1] == ["report"]:
         from specserve_loadgen.reports.command import main as report_main
 

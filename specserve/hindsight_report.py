@@ -69,7 +69,7 @@ def main(argv: Seq[str]) -> int:
 
 def report_on(path: Path, warm_up: int) -> RegretReport:
     """warm_up: steps at the beginning that are in no number. ConfigError says what is wrong."""
-    steps = read_steps(path)[warm_up:]
+    steps = [step for step in read_steps(path) if not step.named][warm_up:]
     if not steps:
         raise ConfigError(
             f"{path} holds no step behind the first {warm_up} (--warm-up): serve more requests "

@@ -31,24 +31,29 @@ FIRST: Final = tuple(range(16))
 
 class RecordedRow(msgspec.Struct, frozen=True, array_like=True):
     """chances: believed survival of each guess; parents: as in Draft; right: whether the guess and
-    all before it on its path were; kept: verified in fact; drafter: whose guesses they are"""
+    all before it on its path were; kept: verified in fact; drafter: whose guesses they are; seq,
+    position: of the text, and of the first guess in it (-1: files of older versions do not tell)"""
 
     chances: tuple[float, ...]
     parents: tuple[int, ...]
     right: tuple[bool, ...]
     kept: tuple[bool, ...]
     drafter: str = ""
+    seq: int = -1
+    position: int = -1
 
 
 class RecordedStep(msgspec.Struct, frozen=True):
     """ladder: forward seconds by number of guesses; fixed: seconds besides, drafts included;
-    per_emitted: seconds per emitted token"""
+    per_emitted: seconds per emitted token; named: by requests that named a drafter and K, of which
+    nothing was chosen"""
 
     num_rows: int
     rows: tuple[RecordedRow, ...]
     ladder: tuple[float, ...]
     fixed: float
     per_emitted: float
+    named: bool = False
 
 
 # (row) -> which of its guesses are verified

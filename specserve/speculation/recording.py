@@ -39,6 +39,7 @@ class _Row(NamedTuple):
     parents: tuple[int, ...]
     chances: tuple[float, ...]
     kept: tuple[bool, ...]
+    seq_id: int
 
 
 class _Step(NamedTuple):
@@ -47,6 +48,7 @@ class _Step(NamedTuple):
     ladder: tuple[float, ...]
     fixed: float
     per_emitted: float
+    named: bool
 
 
 class Recording:
@@ -64,8 +66,13 @@ class Recording:
         nodes: Mapping[int, Seq[int]],
         costs: VerifyCosts,
         fixed: float,
+        *,
+        named: bool = False,
     ) -> None:
-        """facts: of the step before any guess was chosen; nodes: by AutoRow.idx, the verified"""
+        """facts: of the step before any guess was chosen; nodes: by AutoRow.idx, the verified
+
+        named: the rows' requests named a drafter and K
+        """
         if len(self._steps) >= self._most:
             self._num_left_out += 1
             return
@@ -84,6 +91,7 @@ class Recording:
                     row.judged.draft.parents[:count],
                     tuple(row.judged.chances),
                     tuple(node in chosen for node in range(count)),
+                    row.plan.seq_id,
                 )
             )
         most = sum(len(row.chances) for row in kept_rows)
@@ -91,7 +99,7 @@ class Recording:
             facts.num_tokens, facts.num_logits, facts.attended, facts.context, most
         )
         self._steps.append(
-            _Step(facts.num_logits, kept_rows, tuple(ladder), fixed, costs.per_emitted)
+            _Step(facts.num_logits, kept_rows, tuple(ladder), fixed, costs.per_emitted, named)
         )
 
     def steps(self) -> list[RecordedStep]:
@@ -103,6 +111,7 @@ class Recording:
                 step.ladder,
                 step.fixed,
                 step.per_emitted,
+                step.named,
             )
             for step in self._steps
         ]
@@ -148,5 +157,11 @@ def _with_truth(row: _Row) -> RecordedRow:
         right.append((parent < 0 or right[parent]) and token_id == row.text[position])
     count = len(right)
     return RecordedRow(
-        row.chances[:count], row.parents[:count], tuple(right), row.kept[:count], row.drafter
+        row.chances[:count],
+        row.parents[:count],
+        tuple(right),
+        row.kept[:count],
+        row.drafter,
+        row.seq_id,
+        row.position,
     )

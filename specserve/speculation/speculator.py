@@ -131,7 +131,12 @@ class Speculator:
         if new:
             self._meet(new)
         if by_name:
-            self._draft_by_name(by_name, rows, chosen)
+            facts = msgspec.structs.replace(self._facts)
+            named = self._draft_by_name(by_name, rows, chosen)
+            if self._recording is not None and not auto:
+                nodes = {one.idx: range(len(one.judged.chances)) for one in named if one.judged}
+                costs = self.beliefs.verify_costs
+                self._recording.add(facts, named, nodes, costs, self._fixed_seconds, named=True)
         if auto:
             self._draft_by_choice(rows, auto, chosen)
         costs, facts = self.beliefs.verify_costs, self._facts
@@ -175,8 +180,9 @@ class Speculator:
 
     def _draft_by_name(
         self, names: set[str], rows: Seq[RowPlan], chosen: list[ChosenDraft]
-    ) -> None:
-        """Rows whose request names a drafter: exactly its K and width."""
+    ) -> list[AutoRow]:
+        """Rows whose request names a drafter: exactly its K and width. Returns what they got."""
+        named = []
         for name in names.intersection(self._panel.names):
             asked = [
                 (idx, row.max_draft_tokens)
@@ -193,6 +199,9 @@ class Speculator:
                 for idx, (draft, judged) in self._ask(name, rows, mine, width).items():
                     nodes = range(len(draft.token_ids))
                     self._choose(rows[idx], chosen, idx, name, draft, nodes, judged)
+                    named.append(AutoRow(idx, rows[idx]))
+                    named[-1].offer(name, judged)
+        return named
 
     def _draft_by_choice(
         self, rows: Seq[RowPlan], auto: list[AutoRow], chosen: list[ChosenDraft]
