@@ -158,6 +158,7 @@ async def _run(
         engine,
         metrics_page=partial(metrics_page, engine, metrics, options.metrics_compat),
         feed=tracing.recorder.feed,
+        http=metrics.http,
         tracer=tracing.server_tracer,
         settings=settings,
     )

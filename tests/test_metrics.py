@@ -32,13 +32,14 @@ COUNTERS = {
     *("step_spans_sampled_out", "spec_steps", "spec_draft_tokens", "spec_accepted_tokens"),
     *("spec_wasted_tokens", "spec_emitted_tokens", "spec_predicted_accepted_tokens"),
     *("spec_drafted_at_position", "spec_accepted_at_position", "drafter_failures"),
-    *("requests_finished", "prompt_tokens", "prefix_cached_tokens"),
+    *("requests_finished", "prompt_tokens", "prefix_cached_tokens", "http_requests"),
 }
 GAUGES = {"engine_up", "requests_running", "requests_waiting", "kv_blocks", "net_gain_ratio"}
 HISTOGRAMS = {
     *("time_to_first_token_seconds", "inter_token_latency_seconds"),
     *("inter_chunk_latency_seconds", "time_per_output_token_seconds"),
     *("request_duration_seconds", "queue_seconds", "prefill_seconds", "decode_seconds"),
+    "inference_seconds",
     *("request_prompt_tokens", "request_output_tokens", "request_acceptance_ratio"),
     *("spec_emitted_per_step", "row_draft_tokens", "step_phase_seconds", "step_rows"),
 }
@@ -130,6 +131,7 @@ def test_one_step_and_one_request_by_hand() -> None:
         ("queue_seconds", 0.2),
         ("prefill_seconds", 0.2),
         ("decode_seconds", 0.6),
+        ("inference_seconds", 0.8),
         ("request_duration_seconds", 1.0),
         ("time_per_output_token_seconds", 0.3),
         ("request_prompt_tokens", 12),

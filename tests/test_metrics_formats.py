@@ -120,10 +120,12 @@ def test_vllms_names_say_the_same_numbers_added_up() -> None:
         ("num_requests_running", 3),
         ("num_requests_waiting", 2),
         ("kv_cache_usage_perc", 0.25),
+        ("gpu_cache_usage_perc", 0.25),
         ("prompt_tokens_total", 36),
         ("generation_tokens_total", 7),
         ("prefix_cache_queries_total", 36),
         ("prefix_cache_hits_total", 16),
+        ("prompt_tokens_cached_total", 16),
         ("num_preemptions_total", 1),
         ("spec_decode_num_drafts_total", 2),
         ("spec_decode_num_draft_tokens_total", 5),
@@ -133,6 +135,8 @@ def test_vllms_names_say_the_same_numbers_added_up() -> None:
         ("request_queue_time_seconds_count", 3),
         ("request_prefill_time_seconds_count", 2),
         ("request_decode_time_seconds_count", 2),
+        ("request_inference_time_seconds_count", 2),
+        ("request_max_num_generation_tokens_sum", 5),
         ("inter_token_latency_seconds_count", 3),
         ("time_per_output_token_seconds_count", 3),
         ("request_time_per_output_token_seconds_count", 2),
@@ -145,6 +149,8 @@ def test_vllms_names_say_the_same_numbers_added_up() -> None:
     assert at == [2, 1, 0, 0]
     assert text.get("vllm:request_success_total", finished_reason="stop", **base) == 2
     assert text.get("vllm:request_success_total", finished_reason="abort", **base) == 1
+    waiting = "vllm:num_requests_waiting_by_reason"
+    assert text.get(waiting, reason="capacity", **base) == 2
     sizes = {"block_size": "16", "num_gpu_blocks": "120", "engine": "0"}
     assert text.get("vllm:cache_config_info", **sizes) == 1
 

@@ -77,6 +77,11 @@ _OF_REQUESTS: Final[tuple[tuple[str, str, Pick], ...]] = (
         lambda own: own.decode,
     ),
     (
+        "inference_seconds",
+        "From first scheduled to end, of sequences that got a token, seconds.",
+        lambda own: own.inference,
+    ),
+    (
         "request_prompt_tokens",
         "Prompt length of ended sequences.",
         lambda own: own.prompt_tokens,
@@ -97,6 +102,7 @@ _OF_REQUESTS: Final[tuple[tuple[str, str, Pick], ...]] = (
 def families(metrics: Metrics, gauges: Gauges) -> Iterator[Family]:
     yield from _gauges(metrics, gauges)
     yield from _counters(metrics)
+    yield from _http(metrics)
     yield from _speculation(metrics)
     yield from _requests(metrics)
     yield from _steps(metrics)
@@ -203,6 +209,18 @@ def _counters(metrics: Metrics) -> Iterator[Family]:
     )
     for stem, meaning, value in plain:
         yield counter(f"specserve_{stem}", meaning, {"": value})
+
+
+def _http(metrics: Metrics) -> Iterator[Family]:
+    yield counter(
+        "specserve_http_requests",
+        "HTTP requests answered, by route as documented and status; 499: the client left.",
+        {
+            labels_of(route=route, code=code): count
+            for route, counts in metrics.http.by_route.items()
+            for code, count in counts.items()
+        },
+    )
 
 
 def _speculation(metrics: Metrics) -> Iterator[Family]:

@@ -18,6 +18,7 @@ import msgspec
 
 from .context import parse_traceparent
 from .histogram import Histogram
+from .http_counters import HttpCounters
 from .net_gain import NetGain
 from .records import RequestRecord, RowRecord, StepRecord
 
@@ -113,6 +114,7 @@ class RequestCounters:
         self.queue = Histogram(_TTFT_BOUNDS)
         self.prefill = Histogram(_TTFT_BOUNDS)
         self.decode = Histogram(_E2E_BOUNDS)
+        self.inference = Histogram(_E2E_BOUNDS)
 
     def add(self, request: RequestRecord) -> None:
         reason = request.finish_reason if request.finish_reason in FINISH_REASONS else "error"
@@ -138,6 +140,7 @@ class RequestCounters:
                 self.time_per_output_token.observe(tpot, trace_id=trace_id, at=at)
             if request.queue:
                 self.prefill.observe(request.first_token - request.queue[0].end)
+                self.inference.observe(request.finished - request.queue[0].end)
         self.inter_token_latency.observe_many(request.inter_token_seconds, trace_id=trace_id, at=at)
         self.inter_chunk_latency.observe_many(request.inter_chunk_seconds, trace_id=trace_id, at=at)
         duration = request.finished - request.arrival
@@ -170,6 +173,7 @@ class Metrics:
         self.row_draft_tokens = Histogram(range(max_draft_tokens + 1))
         self.step_rows = Histogram(_ROWS_BOUNDS)
         self.net_gain = NetGain()
+        self.http = HttpCounters()
         self.phases = {phase: Histogram(_PHASE_BOUNDS) for phase in PHASES}
         self.num_records_dropped = 0  # steps and requests that span building never saw
         self.num_step_spans_sampled_out = 0  # written by the drain thread

@@ -51,6 +51,12 @@ _OF_REQUESTS: Final[tuple[tuple[str, str, Pick], ...]] = (
         "specserve_request_output_tokens.",
         lambda own: own.output_tokens,
     ),
+    ("request_inference_time_seconds", "specserve_inference_seconds.", lambda own: own.inference),
+    (
+        "request_max_num_generation_tokens",
+        "specserve_request_output_tokens: each sequence is its own group.",
+        lambda own: own.output_tokens,
+    ),
 )
 
 
@@ -68,8 +74,15 @@ def vllm_families(metrics: Metrics, gauges: Gauges, names: VllmNames) -> Iterato
         ("num_requests_running", "specserve_requests_running.", gauges.num_running),
         ("num_requests_waiting", "specserve_requests_waiting, any reason.", gauges.num_waiting),
         ("kv_cache_usage_perc", "Live KV blocks over all, 0 to 1.", used),
+        ("gpu_cache_usage_perc", "The same by its older name.", used),
     ):
         yield gauge(f"vllm:{stem}", meaning, {base: value})
+    reasons = {"capacity": gauges.num_waiting, "deferred": 0}
+    yield gauge(
+        "vllm:num_requests_waiting_by_reason",
+        "All of specserve_requests_waiting wait for capacity.",
+        {f"{labels_of(reason=reason)},{base}": count for reason, count in reasons.items()},
+    )
     sizes = labels_of(
         block_size=str(names.block_size), num_gpu_blocks=str(gauges.blocks_total), engine="0"
     )
@@ -92,6 +105,11 @@ def _counters(metrics: Metrics, classes: Sequence[RequestCounters], base: str) -
         ("prefix_cache_queries", "specserve_prompt_tokens_total.", num_prompt),
         (
             "prefix_cache_hits",
+            "specserve_prefix_cached_tokens_total.",
+            sum(own.num_cached_tokens for own in classes),
+        ),
+        (
+            "prompt_tokens_cached",
             "specserve_prefix_cached_tokens_total.",
             sum(own.num_cached_tokens for own in classes),
         ),

@@ -42,6 +42,7 @@ from specserve.server.readers import ReplyFormat
 from specserve.server.state import STATE, Lifecycle, ServerSettings, ServerState
 from specserve.server.tracing import PassThroughTracer, ServerTracer
 from specserve_observability.exposition import Exposition
+from specserve_observability.http_counters import HttpCounters
 from specserve_observability.recorder import StepFeed
 
 ROUTES: dict[tuple[str, str], Handler] = {
@@ -68,17 +69,21 @@ def create_app(
     *,
     metrics_page: Callable[[str], Exposition],
     feed: StepFeed,
+    http: HttpCounters | None = None,
     tracer: ServerTracer | None = None,
     settings: ServerSettings | None = None,
 ) -> web.Application:
     """engine: started by the caller, and stopped by it. metrics_page: what /metrics says
-    now to a request with this Accept header. feed: the steps of that engine
+    now to a request with this Accept header. feed: the steps of that engine. http: counts requests
     """
     settings = settings or ServerSettings()
+    http = http or HttpCounters()
+    http.announce(path for _, path in ROUTES)
     app = web.Application(middlewares=[around], client_max_size=settings.max_body_bytes)
     app[STATE] = ServerState(
         engine=engine,
         metrics_page=metrics_page,
+        http=http,
         feed=feed,
         tracer=tracer or PassThroughTracer(),
         settings=settings,

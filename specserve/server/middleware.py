@@ -70,9 +70,11 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise
         finally:
             context.span.end(status, context.attributes, context.operation)
+            route = _route_name(request)
+            request.app[STATE].http.add(route, status)
             log_request(
                 request.method,
-                _route_name(request),
+                route,
                 status,
                 time.perf_counter() - started,
                 context.traffic_class,

@@ -22,6 +22,7 @@ from specserve.server.readers import ReplyFormat
 from specserve.server.tracing import AttributeValue, ServerSpan, ServerTracer
 from specserve.server.traffic import TrafficClasses
 from specserve_observability.exposition import Exposition
+from specserve_observability.http_counters import HttpCounters
 from specserve_observability.metrics import DEFAULT_CLASS
 from specserve_observability.recorder import StepFeed
 
@@ -95,6 +96,7 @@ class Lifecycle:
 class ServerState:
     engine: Engine
     metrics_page: Callable[[str], Exposition]
+    http: HttpCounters
     feed: StepFeed
     tracer: ServerTracer
     settings: ServerSettings
