@@ -6,7 +6,7 @@ ITL        per token: a chunk's distance to the previous chunk with tokens, shar
            tokens. One value per token after the first chunk: speculation moves it.
 gap        between chunks that a reader sees: one value per chunk, whatever is in it
 TPOT       one value per request: first to last token chunk, per token after the first chunk
-           (the mean of its ITLs)
+           (the mean of its ITLs); where chunks tell no tokens, by the final usage
 """
 
 from __future__ import annotations
@@ -58,4 +58,6 @@ def tpot(record: RequestRecord) -> float | None:
     if len(chunks) < 2:
         return None
     num_later_tokens = sum(chunk.num_tokens for chunk in chunks[1:])
+    if record.counted_by == "chunks":  # the final usage knows better, but for the first chunk
+        num_later_tokens = max(num_later_tokens, record.num_output_tokens - 1)
     return (chunks[-1].seconds - chunks[0].seconds) / num_later_tokens

@@ -103,7 +103,8 @@ class ChatShape(ChoiceShape):
             model=job.model,
             choices=[choice],
             usage=job.running_usage(tally),
-            metrics=tally.metrics() if last else UNSET,
+            # In one chunk of a stream and no more: clients drop them where they come twice.
+            metrics=tally.metrics() if last and not job.include_usage else UNSET,
             prompt_token_ids=job.prompts[0] if first and job.return_token_ids else UNSET,
         )
 

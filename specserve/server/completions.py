@@ -142,7 +142,8 @@ class CompletionShape(ChoiceShape):
                 model=job.model,
                 choices=[choice],
                 usage=job.running_usage(tally),
-                metrics=tally.metrics() if tally.complete else UNSET,
+                # As in a chat: in one chunk of a stream and no more.
+                metrics=tally.metrics() if tally.complete and not job.include_usage else UNSET,
             )
         ]
 
