@@ -204,6 +204,7 @@ PARAMETERS: Final[dict[str, Case]] = {
         "chat", messages=[*MESSAGES, {"role": "assistant", "content": "the tree"}],
         continue_final_message=True, add_generation_prompt=False,
     ),
+    "chat: echo": plus("chat: continue_final_message", echo=True),
     "chat: prediction": plus("chat", n=2, prediction={"type": "content", "content": PROMPT}),
     # Its strings may hold anything, so that hardly any text must come.
     "json_object": plus(

@@ -155,3 +155,35 @@ async def test_a_prompt_without_a_law_fails_alone() -> None:
         )
         assert (broken.status, other.status) == (500, 200)
         assert (await server.complete(prompt=[1, *b"a:"])).status == 200  # nobody asks for it
+
+
+@pytest.mark.parametrize(
+    ("last", "more", "begins"),
+    [
+        ({"role": "assistant", "content": "hel"}, {"continue_final_message": True}, "hel"),
+        ({"role": "assistant", "content": [{"type": "text", "text": "well "}]}, {}, "well "),
+        ({"role": "user", "content": "say"}, {}, ""),
+    ],
+)
+async def test_a_chat_repeats_the_last_message_where_it_is_the_assistants(
+    last: dict[str, Any], more: dict[str, Any], begins: str
+) -> None:
+    """As vLLM does: once, before each choice's own text, whole and streamed."""
+    body = {"messages": [{"role": "user", "content": "say"}, last], "n": 2, **more}
+    body["add_generation_prompt"] = not more
+    async with a_server(says("hello")) as server:
+        without = await server.chat(**body)
+        whole = await server.chat(**body, echo=True)
+        events = (await server.chat(**body, echo=True, stream=True)).events
+    texts = ["", ""]
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+    for idx, text in enumerate(texts):
+        own, echoed_text = (
+            reply.json()["choices"][idx]["message"]["content"] for reply in (without, whole)
+        )
+        assert echoed_text == text == begins + own
+    assert (
+        whole.json()["usage"]["completion_tokens"] == without.json()["usage"]["completion_tokens"]
+    )

@@ -349,6 +349,7 @@ async def test_compressed_bodies_are_read_and_damaged_ones_are_refused() -> None
         check_refusal(bomb, None, status=413)
         large = await server.post("/v1/completions", b" " * 10_001)
         check_refusal(large, None, status=413)
+        assert "10000 bytes" in large.error["message"]
         await still_works(server)
 
 

@@ -23,6 +23,13 @@ async def read_body(request: web.Request, kind: type[Body]) -> Body:
             code="request_timeout",
             status=408,
         ) from None
+    except web.HTTPRequestEntityTooLarge:
+        raise RequestError(
+            f"the request body is larger than {state.settings.max_body_bytes} bytes, the most that "
+            "this server reads: shorten the prompt",
+            code="request_too_large",
+            status=413,
+        ) from None
     except (web.RequestPayloadError, ClientPayloadError, HttpProcessingError, ValueError):
         raise RequestError(
             "the request body cannot be read: its length, chunking or compression is damaged",

@@ -17,7 +17,7 @@ from specserve.server.params import (
     check_stream_options,
     refuse_unsupported,
 )
-from specserve.server.parts import Part, Reader
+from specserve.server.parts import Part, Reader, Text
 from specserve.server.prompts import encode_beside, encode_chat, text_of, truncated
 from specserve.server.readers import reasoning_opened
 from specserve.server.state import CONTEXT, STATE, ServerState, timed_child
@@ -32,9 +32,13 @@ from specserve_observability import names
 
 
 class Voice:
-    """One of a conversation's replies: its chunks made parts."""
+    """One of a conversation's replies: its chunks made parts.
 
-    def __init__(self, reader: Reader, tokenizer: Tokenizer) -> None:
+    echo: text that the reply begins with, though it was given
+    """
+
+    def __init__(self, reader: Reader, tokenizer: Tokenizer, echo: str = "") -> None:
+        self._echo: list[Part] = [Text(echo, 0)] if echo else []
         self._reader = reader
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []
@@ -46,7 +50,8 @@ class Voice:
 
     def read(self, chunk: TokenChunk) -> list[Part]:
         self._token_ids += chunk.token_ids
-        parts = self._reader.push(chunk.text)
+        echo, self._echo = self._echo, []
+        parts = echo + self._reader.push(chunk.text)
         return parts if chunk.finish_reason is None else parts + self._reader.finish()
 
     @property
@@ -95,7 +100,8 @@ async def converse(
     job = await constrain(request, job, text_format)
     tokenizer = state.engine.tokenizer
     readers = [state.reply_format.reader(tools, reasoning_opened=opened) for _ in job.requests]
-    return Conversation(job, [Voice(reader, tokenizer) for reader in readers])
+    echo = _echo(body)
+    return Conversation(job, [Voice(reader, tokenizer, echo) for reader in readers])
 
 
 async def encode_conversation(state: ServerState, body: ChatBody) -> list[int]:
@@ -113,6 +119,13 @@ def _tools(state: ServerState, body: ChatBody) -> ToolUse:
 def _continued_text(body: ChatBody) -> str:
     """What the reply goes on with; "" where it begins anew."""
     if not body.continue_final_message or not body.messages:
+        return ""
+    return text_of(body.messages[-1].content or "", "messages")
+
+
+def _echo(body: ChatBody) -> str:
+    """As in vLLM the last message, where it is of the role that replies."""
+    if not body.echo or not body.messages or body.messages[-1].role != "assistant":
         return ""
     return text_of(body.messages[-1].content or "", "messages")
 

@@ -165,7 +165,7 @@ def public_error(error: RequestError | EngineError) -> RequestError:
 
 
 def from_http_exception(error: web.HTTPException, *, method: str, path: str) -> RequestError:
-    """aiohttp's own refusals (routing, size limits) in the shape of every other error.
+    """aiohttp's own refusals (routing) in the shape of every other error.
 
     method, path: of the request, named so that a wrong base URL is seen at once
     """
@@ -176,7 +176,4 @@ def from_http_exception(error: web.HTTPException, *, method: str, path: str) -> 
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"{path} does not take {method}: use {allowed}"
         return RequestError(message, code="method_not_allowed", status=405)
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        message = "the request body is larger than this server reads: shorten the prompt"
-        return RequestError(message, code="request_too_large", status=413)
     return RequestError(HTTPStatus(error.status).phrase, code="http_error", status=error.status)

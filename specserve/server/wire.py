@@ -187,6 +187,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     tools: list[ToolBody] | None = None
