@@ -3,11 +3,13 @@ and the store that keeps what they say within its bound."""
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from specserve_observability.jaeger import export_main
 from specserve_observability.otlp_reading import TraceFileError, read_spans
 from specserve_observability.trace_files import TraceFile, check_first_lines, rotated_files
 from specserve_observability.trace_query import TraceQuery
@@ -171,6 +173,20 @@ def test_a_file_with_a_damaged_beginning_or_none_yet_is_not_refused(path: Path) 
 def test_a_span_that_is_none_says_what_is_wrong(spoilt: dict[str, object], said: str) -> None:
     with pytest.raises(TraceFileError, match=said):
         read_spans(a_line({**a_span(1), **spoilt}))
+
+
+def test_an_export_holds_rotated_parts_too_and_names_the_one_that_is_damaged(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, out = path.with_name(f"{path.name}.1"), path.with_name("out.json")
+    older.write_bytes(a_line(a_span(1, "older")))
+    path.write_bytes(a_line(a_span(2, "newer", parent=1)))
+    assert export_main([str(path), "-o", str(out)]) == 0
+    [trace] = json.loads(out.read_text())["data"]
+    assert [span["operationName"] for span in trace["spans"]] == ["older", "newer"]
+    append(older, b"oops\n")
+    assert export_main([str(path), "-o", str(out)]) == 1
+    assert f"{older}: line 2 is not OTLP JSON" in capsys.readouterr().err
 
 
 # ---- the store -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,7 @@ from .otlp_reading import (
     TraceFileError,
     read_lines,
 )
+from .trace_files import rotated_files
 
 Json = dict[str, object]
 
@@ -86,6 +87,16 @@ def export_jaeger(lines: Iterable[str | bytes]) -> Json:
     return {"data": jaeger_traces(read_lines(lines))}
 
 
+def _spans_of(path: Path) -> Iterator[ReadSpan]:
+    """With what was rotated away. Raises TraceFileError, naming part and line."""
+    for part in rotated_files(path):
+        with part.open("rb") as lines:
+            try:
+                yield from read_lines(lines)
+            except TraceFileError as error:
+                raise TraceFileError(f"{part}: {error}") from error
+
+
 def export_main(argv: Sequence[str]) -> int:
     """`specserve trace export FILE --format jaeger-json -o OUT`, without its first two words.
 
@@ -100,11 +111,10 @@ def export_main(argv: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT")
     args = parser.parse_args(argv)
     try:
-        with args.file.open("rb") as lines:
-            exported = export_jaeger(lines)
+        exported = {"data": jaeger_traces(_spans_of(args.file))}
         args.output.write_bytes(msgspec.json.encode(exported))
     except (TraceFileError, OSError) as error:
-        print(f"specserve trace export: {args.file}: {error}", file=sys.stderr)
+        print(f"specserve trace export: {error}", file=sys.stderr)
         return 1
     return 0
 
