@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.reports.command import main as report_main
@@ -203,6 +204,26 @@ async def test_a_drafter_that_the_server_refuses_is_found_out_before_anything_is
         )
         with pytest.raises(LoadgenError, match=r"nobody:3.*http_400.*nobody"):
             await run_acceptance(plan, lambda line: None)
+
+
+async def test_a_server_that_fails_half_way_leaves_a_report_of_what_was_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def breaks(one: Asked) -> None:
+        if len(server.bodies) == 30:
+            raise web.HTTPServiceUnavailable(text="gone")
+
+    server = StudyServer(flat_or_falling, on_request=breaks)
+    async with serving(server.app()) as url:
+        arguments = ["acceptance", "--url", url, "--arms", "flat:3", "--block", "5"]
+        arguments += ["--html", str(tmp_path / "page.html")]
+        assert await asyncio.to_thread(main, arguments) == 1
+    assert "A request failed, which ended the study early: " in capsys.readouterr().out
+    page = (tmp_path / "page.html").read_text()
+    assert "http_503: gone" in page
+    assert (
+        "10 prompts of " in page
+    )  # 6 requests before, then whole blocks of 5 by 2 arms: 2 of them
 
 
 @pytest.mark.parametrize("text", ["suffix", "suffix:0", ":3", "suffix:x", "suffix:3@law"])

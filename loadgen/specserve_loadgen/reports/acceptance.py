@@ -53,7 +53,7 @@ def acceptance_document(study: AcceptanceStudy) -> Document:
         lead=tuple(_lead(study)),
         sections=tuple(section for section in sections if section is not None),
         facts=tuple(_facts(study)),
-        notes=study.notes,
+        notes=study.notes if study.failure is None else (_cut(study.failure), *study.notes),
     )
 
 
@@ -135,6 +135,10 @@ def _lead(study: AcceptanceStudy) -> list[str]:
 
 def _estimate(interval: Interval | None) -> float:
     return 0.0 if interval is None else interval.estimate
+
+
+def _cut(failure: str) -> str:
+    return f"A request failed, which ended the study early: {failure}"
 
 
 def _facts(study: AcceptanceStudy) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from specserve_loadgen.reports.svg import Axes, Point, Series
 from specserve_loadgen.studies.acceptance import AcceptanceStudy, CellResult, Group
 from specserve_loadgen.studies.arms import Arm
 from specserve_loadgen.studies.summary import Position
+from specserve_loadgen.studies.watch import KWindow
 
 PHASES = ("draft", "target_forward", "verify", "commit", "plan")
 
@@ -35,11 +36,12 @@ def by_position(study: AcceptanceStudy) -> Section | None:
     if not figures:
         return None
     text = (
-        "A step guesses several tokens in a row; the first is easiest, since each stands on the "
-        "ones before it.\nConditional: of the guesses whose predecessors were all right, how many "
-        "were right. A flat line means that every further guess is as good as the last.\n"
-        "Marginal: of all guesses made at that place, how many were kept; it falls, since one "
-        "wrong guess loses all behind it. Vertical bars: 95 % intervals."
+        "A step guesses several tokens in a row, each standing on the ones before it. (Where a "
+        "drafter draws trees, as auto may, a step has more guesses than places: late places then "
+        "look worse than they are.)\nConditional: of the guesses whose predecessors were all "
+        "right, how many were right. A flat line means that every further guess is as good as the "
+        "last.\nMarginal: of all guesses made at that place, how many were kept; it falls, since "
+        "one wrong guess loses all behind it. Vertical bars: 95 % intervals."
     )
     return Section("Acceptance by position", text, tuple(figures))
 
@@ -293,7 +295,7 @@ def k_over_time(study: AcceptanceStudy) -> Section | None:
     series = [
         Series(
             arm.name,
-            tuple(Point(w.seconds, w.mean_k) for w in study.windows if w.label == arm.name),
+            _thinned([w for w in study.windows if w.label == arm.name], study.seconds),
             _style(study, arm),
         )
         for arm in arms
@@ -309,12 +311,27 @@ def k_over_time(study: AcceptanceStudy) -> Section | None:
     ]
     table = Table(("choice", "windows", "least", "mean", "most"), tuple(rows))
     text = (
-        "Guesses per row in each quarter of a second, as the server told them while the study "
-        "ran; rows that guessed nothing count as 0. A fixed choice stays where it was put, but "
-        "for guessers that have nothing to say; auto moves with the text and the load."
+        "Guesses per row and step, as the server told them while the study ran; each point is the "
+        "mean over a fortieth of it, and rows that guessed nothing count as 0. A fixed choice "
+        "stays where it was put, but for guessers that have nothing to say; auto moves with the "
+        "text and the load."
     )
     return Section(
         "K over time", text, (Figure(caption, svg.curves(series, axes, caption), table),)
+    )
+
+
+def _thinned(windows: Sequence[KWindow], seconds: float) -> tuple[Point, ...]:
+    """At most one point in each fortieth of the study: the mean over its rows."""
+    parts: dict[int, list[KWindow]] = {}
+    for window in windows:
+        parts.setdefault(int(40 * window.seconds / seconds), []).append(window)
+    return tuple(
+        Point(
+            sum(w.seconds for w in part) / len(part),
+            sum(w.mean_k * w.num_rows for w in part) / sum(w.num_rows for w in part),
+        )
+        for _, part in sorted(parts.items())
     )
 
 

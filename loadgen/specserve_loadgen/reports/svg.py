@@ -202,20 +202,22 @@ def _grid(frame: _Frame) -> str:
             f'<text x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{_short(value)}</text>'
         )
     ticks = frame.x_ticks()
-    every = -(-len(ticks) // (14 if max(len(name) for _, name in ticks) < 9 else 8))
+    longest = max((len(name) for _, name in ticks), default=0)
+    rows = 2 if len(ticks) * longest > 80 else 1  # names that would touch stand in two rows
+    every = -(-len(ticks) // 16)
     for at, (value, name) in enumerate(ticks):
         x = frame.x(value)
         if at % every == 0:
-            drawn.append(
-                f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{escape(name)}</text>'
-            )
+            place = f'x="{x:.1f}" y="{bottom + 15 + at // every % rows * 12}"'
+            shown = name if rows == 1 or len(name) <= 12 else name[:11] + "…"
+            drawn.append(f'<text {place} text-anchor="middle">{escape(shown)}</text>')
     if frame.axes.reference is not None:
         y = frame.y(frame.axes.reference)
         drawn.append(f'<path class="reference" d="M{LEFT} {y:.1f}H{right}"/>')
     middle = (TOP + bottom) / 2
     drawn += [
         f'<path class="axis" d="M{LEFT} {TOP}V{bottom}H{right}"/>',
-        f'<text class="label" x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 6}" '
+        f'<text class="label" x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 4}" '
         f'text-anchor="middle">{escape(frame.axes.x_label)}</text>',
         f'<text class="label" transform="translate(14 {middle:.0f}) rotate(-90)" '
         f'text-anchor="middle">{escape(frame.axes.y_label)}</text>',

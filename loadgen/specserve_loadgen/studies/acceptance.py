@@ -109,6 +109,7 @@ class AcceptanceStudy(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[KWindow, ...]
     requests: tuple[StudyRequest, ...]
     notes: tuple[str, ...]
+    failure: str | None = None  # the request that ended it early; what is here came before
 
 
 async def run_acceptance(
@@ -120,6 +121,7 @@ async def run_acceptance(
     await check_arms(plan.target, plan.arms, prompts, api_key)
     runs: list[BlockRun] = []
     interrupted = False
+    failure: str | None = None
     blocks = blocks_of(prompts, plan.block_size)
     num_asked = 0
     async with watching(plan.target.url, api_key) as watch:
@@ -127,7 +129,13 @@ async def run_acceptance(
         for block_idx, block in enumerate(blocks):
             if plan.seconds is not None and time.perf_counter() - began > plan.seconds:
                 break
-            found = await _run_all(plan, block_idx, block, num_asked, watch, api_key)
+            try:
+                found = await _run_all(plan, block_idx, block, num_asked, watch, api_key)
+            except LoadgenError as error:
+                if not runs:
+                    raise
+                failure = str(error)  # what is complete is worth showing
+                break
             if any(run.interrupted for run in found):
                 interrupted = True
                 break
@@ -151,6 +159,7 @@ async def run_acceptance(
         windows=tuple(watch.windows),
         requests=tuple(row for run in runs for row in study_requests(run, _baseline(run, runs))),
         notes=tuple(_notes(plan, runs, watch, num_asked, len(prompts))),
+        failure=failure,
     )
 
 

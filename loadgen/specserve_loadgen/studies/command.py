@@ -121,7 +121,9 @@ def _run_acceptance(options: argparse.Namespace) -> int:
     )
     study = asyncio.run(run_acceptance(plan, _say, options.api_key))
     show(study, outputs)
-    return EXIT_INTERRUPTED if study.interrupted else EXIT_OK
+    if study.interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_OK if study.failure is None else EXIT_FAILURES
 
 
 def _add_ab(parser: argparse.ArgumentParser) -> None:

@@ -37,6 +37,7 @@ class Watch:
         self.label = ""
         self.windows: list[KWindow] = []
         self._zero = time.perf_counter()
+        self._label_before = ""  # of the window before: one that spans two labels is of neither
 
     def take(self, data: bytes) -> None:
         try:
@@ -44,7 +45,8 @@ class Watch:
         except msgspec.DecodeError:
             return
         num_rows = sum(window.rows_by_k)
-        if num_rows and self.label:
+        spans, self._label_before = self.label != self._label_before, self.label
+        if num_rows and self.label and not spans:
             mean_k = sum(k * count for k, count in enumerate(window.rows_by_k)) / num_rows
             seconds = time.perf_counter() - self._zero
             self.windows.append(KWindow(seconds, self.label, num_rows, mean_k))
