@@ -102,6 +102,7 @@ async def a_server(
     dies: bool = False,
     drafters: Mapping[str, Drafter] | None = None,
     model: CausalLM | None = None,
+    recorder: ListRecorder | None = None,
     port: int = 0,
 ) -> AsyncIterator[Server]:
     """Afterwards no request, no block and no asyncio task may be left.
@@ -110,9 +111,10 @@ async def a_server(
     dies:        the engine is meant to be dead at the end
     drafters:    by name; None: those that know the script
     model:       in place of the scripted one; VOCAB_SIZE tokens
+    recorder:    None: one that keeps what it gets
     port:        0: any that is free
     """
-    recorder = ListRecorder()
+    recorder = recorder or ListRecorder()
     engine = an_engine(
         ScriptedModel(script, on_forward) if model is None else model,
         config,

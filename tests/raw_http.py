@@ -81,8 +81,9 @@ class Connection:
         raw = (
             b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         )
-        lines = [f"{method} {path} HTTP/1.1", "host: test"]
-        lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+        all_headers = {"host": "test", **(headers or {})}
+        lines = [f"{method} {path} HTTP/1.1"]
+        lines += [f"{name}: {value}" for name, value in all_headers.items()]
         if body is not None:
             lines += ["content-type: application/json", f"content-length: {len(raw)}"]
         await self.send("\r\n".join(lines).encode() + b"\r\n\r\n" + raw)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,15 +128,19 @@ LIVE = (
 
 @contextmanager
 def a_server_process(
-    folder: Path, *, slow_every: int = 0, fail_every: int = 0
+    folder: Path,
+    *,
+    slow_every: int = 0,
+    fail_every: int = 0,
+    options: Mapping[str, object] | None = None,
 ) -> Iterator[ServerProcess]:
     """slow_every, fail_every: each so many steps one takes 50 ms, and a guesser fails; 0: none
 
-    folder: gets the log and the trace file
+    folder: gets the log and the trace file; options: fields of ServeOptions
     """
     log_path = folder / "server.log"
     command = [sys.executable, "-m", "tests.server_process", str(folder)]
-    command += [f"{slow_every}", f"{fail_every}"]
+    command += [f"{slow_every}", f"{fail_every}", msgspec.json.encode(options or {}).decode()]
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
@@ -191,7 +196,7 @@ def slow_steps(every: int) -> Callable[[], None]:
     return on_forward
 
 
-def main(folder: str, slow_every: int, fail_every: int) -> int:
+def main(folder: str, slow_every: int, fail_every: int, more: dict[str, object]) -> int:
     def build_engine(options: ServeOptions, *, recorder: Recorder, **_: object) -> Built:
         model = ScriptedModel(script, slow_steps(slow_every))
         drafters = make_drafters(fail_every)
@@ -218,15 +223,14 @@ def main(folder: str, slow_every: int, fail_every: int) -> int:
     # The one seam: everything else is what the command does.
     serve.build_engine = build_engine  # type: ignore[assignment]
     serve.create_app = create_app  # type: ignore[assignment]
-    return serve.serve(
-        ServeOptions(
-            model="test",
-            port=0,
-            drafters="oracle,anti,ngram",
-            drain_seconds=20,
-            trace_file=f"{folder}/trace.jsonl",
-        )
-    )
+    asked = {
+        "model": "test",
+        "port": 0,
+        "drafters": "oracle,anti,ngram",
+        "drain_seconds": 20,
+        "trace_file": f"{folder}/trace.jsonl",
+    }
+    return serve.serve(msgspec.convert(asked | more, ServeOptions))
 
 
 async def _tasks(request: web.Request) -> web.Response:
@@ -235,4 +239,4 @@ async def _tasks(request: web.Request) -> web.Response:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])))

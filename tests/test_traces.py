@@ -82,7 +82,10 @@ def test_a_step_carries_its_batch_and_one_outcome_per_request(to_file: FileTraci
         ),
     ]
     step = msgspec.structs.replace(
-        a_step(7, rows, preempted=1), predicted_seconds=0.25, failed_drafters=("suffix",)
+        a_step(7, rows, preempted=1),
+        predicted_seconds=0.25,
+        speculation_seconds=0.125,
+        failed_drafters=("suffix",),
     )
     to_file.tracing.recorder.record_step(step)
     span = to_file.finish().one("engine.step")
@@ -99,6 +102,7 @@ def test_a_step_carries_its_batch_and_one_outcome_per_request(to_file: FileTraci
         "specserve.spec.accepted_tokens": 2,
         "specserve.spec.predicted_accepted_tokens": 1.5,
         "specserve.spec.emitted_tokens": 3,
+        "specserve.spec.seconds": 0.125,
         "specserve.generated_tokens": 3,
         "specserve.step.seconds": pytest.approx(step.verify_end - step.draft_start),
         "specserve.step.predicted_seconds": 0.25,

@@ -193,6 +193,7 @@ def _step_attributes(step: StepRecord) -> dict[str, AttributeValue]:
             row.num_emitted_tokens for row in step.rows if row.num_draft_tokens
         ),
         names.SPEC_PREDICTED_ACCEPTED: sum(row.predicted_accepted for row in step.rows),
+        names.SPEC_SECONDS: step.speculation_seconds,
         names.GENERATED_TOKENS: sum(row.num_emitted_tokens for row in step.rows),
         names.REQUESTS_RUNNING: step.num_running,
         names.REQUESTS_WAITING: step.num_waiting,

@@ -109,6 +109,7 @@ SPEC_ACCEPTED_PER_STEP: Final = "specserve.spec.accepted_per_step"
 SPEC_ACCEPTANCE_RATE: Final = "specserve.spec.acceptance_rate"
 SPEC_ACCEPTANCE_LENGTH: Final = "specserve.spec.acceptance_length"
 SPEC_PREDICTED_ACCEPTED: Final = "specserve.spec.predicted_accepted_tokens"
+SPEC_SECONDS: Final = "specserve.spec.seconds"  # of the step, for guesses; estimated in part
 SPEC_NO_DRAFT_REASON: Final = "specserve.spec.no_draft_reason"
 GENERATED_TOKENS: Final = "specserve.generated_tokens"
 
