@@ -112,13 +112,15 @@ async def test_what_was_freed_or_rejected_is_never_read(way: Way) -> None:
 
 
 async def test_nothing_that_clients_write_is_in_metrics_traces_or_logs(tmp_path: Path) -> None:
+    """A request's id, by which its caller wants to find it, is in log lines and nowhere else."""
+    caller_id = "the-id-of-somebody"
     with a_server_process(tmp_path) as server:
         body: dict[str, Any] = {
-            "prompt": f"{SECRET}:", "user": SECRET, "request_id": SECRET, "cache_salt": SECRET,
+            "prompt": f"{SECRET}:", "user": SECRET, "request_id": caller_id, "cache_salt": SECRET,
             "bad_words": [SECRET], "stop": SECRET, "metadata": {"x": SECRET},
             "prediction": {"type": "content", "content": SECRET},
         }  # fmt: skip
-        headers = {"x-request-id": SECRET, "referer": SECRET}
+        headers = {"x-request-id": caller_id, "referer": SECRET}
         messages = [{"role": "user", "content": SECRET}]
         for more in (
             {},
@@ -131,11 +133,14 @@ async def test_nothing_that_clients_write_is_in_metrics_traces_or_logs(tmp_path:
         await ask(server.port, "POST", "/v1/chat/completions", {"messages": messages})
         await ask(server.port, "POST", "/v1/messages", {"model": SECRET, "messages": messages})
         await ask(server.port, "GET", f"/{SECRET}?{SECRET}")
-        assert SECRET not in str(await server.metrics())
+        counted = str(await server.metrics())
+        assert SECRET not in counted
+        assert caller_id not in counted
         server.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(server.process.wait, 60) == 0
         assert '"decode"' in server.trace
         assert SECRET not in server.trace
+        assert caller_id not in server.trace
         assert SECRET not in server.log
         assert "Well!" not in server.trace + server.log  # nor what the model said
 
