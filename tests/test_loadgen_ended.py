@@ -10,8 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from specserve_loadgen.peers_process import process_tree
+from specserve_loadgen.prompts import load_prompts
+from specserve_loadgen.run import run_load
+from specserve_loadgen.settings import Settings
+from tests.loadgen_server import app_with, serving, write_stream
 from tests.peer_words import PEER_SERVER
 
 NUM_RUNS = 60
@@ -55,6 +60,22 @@ def test_every_run_that_is_told_to_end_puts_away_what_it_has_and_ends() -> None:
     command = [sys.executable, "-c", PROGRAM, str(NUM_RUNS)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert said.stdout.split() == ["7"] * NUM_RUNS, said.stderr
+
+
+async def test_after_a_load_ctrl_c_is_for_whom_it_was_before() -> None:
+    def handler(*_: object) -> None:
+        return
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        return await write_stream(request, b"data: [DONE]\n\n")
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        async with serving(app_with(complete)) as url:
+            await run_load(Settings(url=url, num_requests=1), load_prompts(None))
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -126,8 +126,10 @@ async def _to_its_end(load: Coroutine[None, None, None]) -> bool:
 async def _until_interrupted(load: Coroutine[None, None, None]) -> bool:
     """Run the load to its end or to the first SIGINT; True for the latter.
 
-    A second SIGINT finds Python's own handler back in place.
+    A second SIGINT finds Python's own handler in place, and a later one whoever's was before: in
+    `asyncio.run` that is asyncio's, which cancels, where Python's would raise in the loop itself.
     """
+    before = signal.getsignal(signal.SIGINT)
     task = asyncio.create_task(load)
     loop = asyncio.get_running_loop()
     interrupted = False
@@ -149,6 +151,7 @@ async def _until_interrupted(load: Coroutine[None, None, None]) -> bool:
     finally:
         with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
             loop.remove_signal_handler(signal.SIGINT)
+            signal.signal(signal.SIGINT, before)
     return interrupted
 
 
