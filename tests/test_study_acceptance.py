@@ -206,6 +206,14 @@ async def test_a_drafter_that_the_server_refuses_is_found_out_before_anything_is
             await run_acceptance(plan, lambda line: None)
 
 
+async def test_however_short_its_time_a_study_asks_one_block_and_says_what_it_left_out() -> None:
+    study = await a_study(StudyServer(), "flat:3", seconds=1e-9, block_size=3, per_category=1)
+    assert study.num_asked == 3 < study.num_prompts
+    assert (
+        study.notes[0] == f"stopped after 3 of {study.num_prompts} prompts; every arm had the same"
+    )
+
+
 async def test_a_server_that_fails_half_way_leaves_a_report_of_what_was_complete(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

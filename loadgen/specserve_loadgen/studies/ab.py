@@ -36,7 +36,7 @@ class Side(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """seconds: no pair begins after so many; None: until every prompt was asked"""
+    """seconds: no pair but the first begins after so many; None: until every prompt was asked"""
 
     a: Side
     b: Side
@@ -95,7 +95,7 @@ async def run_ab(
     pairs: list[tuple[BlockRun, BlockRun]] = []
     interrupted, num_asked = False, 0
     for block_idx, block in enumerate(blocks):
-        if plan.seconds is not None and time.perf_counter() - began > plan.seconds:
+        if pairs and plan.seconds is not None and time.perf_counter() - began > plan.seconds:
             break
         pair = await _pair(plan, block_idx, block, num_asked, api_key)
         if any(run.interrupted for run in pair):

@@ -45,7 +45,7 @@ SCHEMA = "specserve.study.acceptance/1"
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """arms: the baseline first; per_category: at most so many prompts of each; None: all
 
-    seconds: no block begins after so many; None: until every prompt was asked
+    seconds: no block but the first begins after so many; None: until every prompt was asked
     """
 
     target: Target
@@ -127,7 +127,7 @@ async def run_acceptance(
     async with watching(plan.target.url, api_key) as watch:
         await _warm_up(plan, blocks[0], api_key)
         for block_idx, block in enumerate(blocks):
-            if plan.seconds is not None and time.perf_counter() - began > plan.seconds:
+            if runs and plan.seconds is not None and time.perf_counter() - began > plan.seconds:
                 break
             try:
                 found = await _run_all(plan, block_idx, block, num_asked, watch, api_key)

@@ -90,7 +90,7 @@ async def run_capacity(
     result: RunResult | None = None
     interrupted = False
     while (rate := next_rate(plan, levels)) is not None:
-        if plan.seconds is not None and time.perf_counter() - began > plan.seconds:
+        if levels and plan.seconds is not None and time.perf_counter() - began > plan.seconds:
             break
         result = await run_load(_settings(plan, rate, len(levels)), prompts, api_key=api_key)
         if result.interrupted:
