@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -61,6 +63,15 @@ def test_every_series_exists_at_zero_before_the_first_request() -> None:
         finished = "specserve_requests_finished_total"
         assert text.get(finished, reason=reason, traffic_class="default") == 0
     assert text.get("specserve_net_gain_ratio") == 1
+
+
+def test_the_readmes_table_names_every_metric_and_no_other() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    section = readme.split("\n## Metrics\n")[1].split("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("| `")]
+    named = {name for line in table for name in re.findall(r"`([a-z_]+)(?:\{[a-z,]+\})?`", line)}
+    labels = {"traffic_class", "drafter", "position"}
+    assert named - labels == {f"{name}_total" for name in COUNTERS} | GAUGES | HISTOGRAMS
 
 
 def test_gauges_say_what_the_engine_says() -> None:

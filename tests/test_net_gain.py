@@ -12,15 +12,22 @@ from specserve.speculation.overhead import Overhead
 from specserve.speculation.step_cost import StepCost
 from specserve_observability.metrics import Metrics
 from specserve_observability.net_gain import NetGain
+from specserve_observability.records import StepRecord
 from tests.prometheus_text import scrape
 from tests.trace_records import a_row, a_step
 
 COSTS = Profile((SizeCost(1, 0.010, 0.010), SizeCost(4, 0.016, 0.016), SizeCost(64, 0.1, 0.1)))
 
 
+def add(gain: NetGain, step: StepRecord) -> None:
+    gain.add(step, sum(row.num_emitted_tokens for row in step.rows))
+
+
 def test_a_step_of_three_tokens_that_cost_a_fifth_more_gains_two_and_a_half_times() -> None:
     gain = NetGain()
-    gain.add(a_step(0, [a_row(0, drafted=3, accepted=2)], seconds=0.012, speculation_seconds=0.002))
+    add(
+        gain, a_step(0, [a_row(0, drafted=3, accepted=2)], seconds=0.012, speculation_seconds=0.002)
+    )
     assert gain.ratio == pytest.approx(0.010 * 3 / 0.012, rel=1e-3)
     assert gain.seconds == pytest.approx(0.012, rel=1e-3)
     assert gain.plain_seconds == pytest.approx(0.030, rel=1e-3)
@@ -41,25 +48,25 @@ def test_guesses_that_are_never_right_show_as_a_gain_below_one() -> None:
 def test_without_guesses_there_is_no_gain_and_no_loss() -> None:
     gain = NetGain()
     assert gain.ratio == 1
-    gain.add(a_step(0, [a_row(0), a_row(1)]))
+    add(gain, a_step(0, [a_row(0), a_row(1)]))
     assert gain.ratio == 1
 
 
 def test_steps_with_a_prompt_and_steps_that_failed_say_nothing() -> None:
-    gain = NetGain()
-    gain.add(a_step(0, [a_row(0, drafted=3, accepted=3), a_row(1, tokens=40)]))
-    gain.add(a_step(1, [], error="boom"))
-    gain.add(a_step(2, [a_row(0)], seconds=-1.0))
-    assert (gain.ratio, gain.seconds) == (1, 0)
+    metrics = Metrics(drafters=["ngram"])
+    metrics.add_step(a_step(0, [a_row(0, drafted=3, accepted=3), a_row(1, tokens=40)]))
+    metrics.add_step(a_step(1, [], error="boom"))
+    metrics.add_step(a_step(2, [a_row(0)], seconds=-1.0))
+    assert (metrics.net_gain.ratio, metrics.net_gain.seconds) == (1, 0)
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
     gain = NetGain()
     for idx in range(100):
-        gain.add(a_step(idx, [a_row(0, drafted=3, accepted=3)], seconds=1.0))
+        add(gain, a_step(idx, [a_row(0, drafted=3, accepted=3)], seconds=1.0))
     assert gain.ratio == pytest.approx(4, rel=1e-3)
     for idx in range(600):
-        gain.add(a_step(idx, [a_row(0, drafted=3)], seconds=1.0, speculation_seconds=0.5))
+        add(gain, a_step(idx, [a_row(0, drafted=3)], seconds=1.0, speculation_seconds=0.5))
     assert gain.ratio == pytest.approx(0.5, abs=0.01)
 
 
@@ -70,7 +77,7 @@ def test_a_gain_is_never_negative_and_never_more_than_the_tokens_per_row(
     gain = NetGain()
     for idx, (drafted, accepted, seconds, extra) in enumerate(script):
         row = a_row(0, drafted=drafted, accepted=min(drafted, accepted))
-        gain.add(a_step(idx, [row], seconds=seconds, speculation_seconds=extra))
+        add(gain, a_step(idx, [row], seconds=seconds, speculation_seconds=extra))
         assert 0 <= gain.ratio <= 6 + 1e-9
         assert 0 <= gain.plain_seconds <= 6 * gain.seconds + 1e-9
 

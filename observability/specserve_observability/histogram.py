@@ -38,6 +38,11 @@ class Histogram:
         if trace_id:
             self.exemplars[idx] = Exemplar(trace_id, value, at)
 
+    def count(self, value: int) -> None:
+        """As observe, where the bounds are 0, 1, 2, ...: the bucket is the value."""
+        self.counts[value if value < len(self.bounds) else -1] += 1
+        self.total += value
+
     def observe_many(self, values: Sequence[float], *, trace_id: str = "", at: float = 0.0) -> None:
         """As observe for each; the largest is the exemplar. One sort in C: 2,000 token gaps must
         not hold up the event loop."""

@@ -68,6 +68,7 @@ class SpecCounters:
     """
 
     def __init__(self, max_draft_tokens: int) -> None:
+        self._max_draft_tokens = max_draft_tokens
         self.num_drafted = 0
         self.num_accepted = 0
         self.num_emitted = 0
@@ -78,14 +79,19 @@ class SpecCounters:
         self.emitted = Histogram(range(max_draft_tokens + 2))
 
     def add(self, row: RowRecord) -> None:
-        self.num_drafted += row.num_draft_tokens
-        self.num_accepted += row.num_accepted_tokens
-        self.num_emitted += row.num_emitted_tokens
+        drafted, accepted, emitted = (
+            row.num_draft_tokens,
+            row.num_accepted_tokens,
+            row.num_emitted_tokens,
+        )
+        self.num_drafted += drafted
+        self.num_accepted += accepted
+        self.num_emitted += emitted
         self.predicted_accepted += row.predicted_accepted
-        last = len(self.rows_by_drafted) - 1
-        self.rows_by_drafted[min(row.num_draft_tokens, last)] += 1
-        self.rows_by_accepted[min(row.num_accepted_tokens, last)] += 1
-        self.emitted.observe(row.num_emitted_tokens)
+        last = self._max_draft_tokens
+        self.rows_by_drafted[drafted if drafted < last else last] += 1
+        self.rows_by_accepted[accepted if accepted < last else last] += 1
+        self.emitted.count(emitted)
 
     @property
     def num_steps(self) -> int:
@@ -192,14 +198,19 @@ class Metrics:
         for name in step.failed_drafters:
             self._counters_of(name).num_failures += 1
         self.step_rows.observe(len(step.rows))
-        self.net_gain.add(step)
+        num_emitted, has_prompt = 0, False
         for row in step.rows:
-            self.num_generated_tokens += row.num_emitted_tokens
-            if not row.is_prefill:
-                self.row_draft_tokens.observe(row.num_draft_tokens)
+            num_emitted += row.num_emitted_tokens
+            if row.is_prefill:
+                has_prompt = True
+            else:
+                self.row_draft_tokens.count(row.num_draft_tokens)
             if row.num_draft_tokens:
                 counters = self._spec_of_row.get(row.drafter)
                 (counters or self._counters_of(row.drafter)).add(row)
+        self.num_generated_tokens += num_emitted
+        if not has_prompt:
+            self.net_gain.add(step, num_emitted)
 
     def add_request(self, request: RequestRecord) -> None:
         mine = self.requests.get(request.traffic_class)

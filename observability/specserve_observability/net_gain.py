@@ -28,11 +28,11 @@ class NetGain:
         """Estimated speed-up over the last minute of decoding; 1 where nothing was decoded yet."""
         return self._recent_plain / self._recent if self._recent else 1.0
 
-    def add(self, step: StepRecord) -> None:
+    def add(self, step: StepRecord, num_emitted: int) -> None:
+        """A step without a prompt in it. num_emitted: tokens of all its rows"""
         num_rows = len(step.rows)
-        num_emitted = sum(row.num_emitted_tokens for row in step.rows)
         seconds = step.commit_end - step.plan_start
-        if not num_emitted or seconds <= 0 or any(row.is_prefill for row in step.rows):
+        if not num_emitted or seconds <= 0:
             return
         step_without = max(0.0, seconds - step.speculation_seconds)
         plain_seconds = step_without * num_emitted / num_rows
