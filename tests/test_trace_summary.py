@@ -175,4 +175,4 @@ def test_a_request_without_a_server_span_is_one_too(
     run = FileTracing(tmp_path / "t.jsonl")
     run.tracing.recorder.record_request(a_request(0, traceparent=None))
     run.tracing.shutdown()
-    assert "1 requests" in told(capsys, tmp_path / "t.jsonl")
+    assert ", 1 request, " in told(capsys, tmp_path / "t.jsonl")

@@ -60,7 +60,7 @@ def summary_lines(store: TraceStore, name: str, num_slowest: int) -> Iterator[st
     steps = sorted((s for w in windows for s in w.steps), key=lambda step: step.start_ns)
     num_steps = sum(window.num_steps for window in windows)
     yield (
-        f"{name}: {store.num_spans} spans, {len(requests)} requests, "
+        f"{name}: {store.num_spans} spans, {_counted(len(requests), 'request')}, "
         f"{len(steps)} of {num_steps} engine steps kept"
     )
     if not requests:
