@@ -4,17 +4,24 @@ and the store that keeps what they say within its bound."""
 from __future__ import annotations
 
 import json
+import time
 import tracemalloc
 from pathlib import Path
 
 import pytest
+from opentelemetry.sdk.resources import Resource
 
+from specserve_observability.context import child_context, root_context
 from specserve_observability.jaeger import export_main
+from specserve_observability.metrics import Metrics
 from specserve_observability.otlp_reading import TraceFileError, read_spans
+from specserve_observability.sinks import FileSink
+from specserve_observability.spans import SpanFactory
 from specserve_observability.trace_files import TraceFile, check_first_lines, rotated_files
 from specserve_observability.trace_query import TraceQuery
 from specserve_observability.trace_store import TraceStore
 from tests.otlp_lines import a_line, a_span
+from tests.trace_records import START
 
 
 def append(path: Path, data: bytes) -> None:
@@ -173,6 +180,23 @@ def test_a_file_with_a_damaged_beginning_or_none_yet_is_not_refused(path: Path) 
 def test_a_span_that_is_none_says_what_is_wrong(spoilt: dict[str, object], said: str) -> None:
     with pytest.raises(TraceFileError, match=said):
         read_spans(a_line({**a_span(1), **spoilt}))
+
+
+def test_what_the_servers_own_file_sink_rotates_is_followed_whole(path: Path) -> None:
+    metrics = Metrics(drafters=["ngram"])
+    sink = FileSink(path, metrics, max_bytes=2500)
+    file, store = TraceFile(path), TraceStore(10**7)
+    factory = SpanFactory(Resource({"service.name": "specserve"}), "1.2.3")
+    for number in range(30):  # about three rotations between two looks
+        context = child_context(root_context())
+        sink.offer([factory.span("work", context, None, START, START + 1, {"number": number})])
+        if number % 10 == 9:
+            for line in file.new_lines():
+                store.add(read_spans(line))
+    sink.close(time.monotonic() + 10)
+    assert len(rotated_files(path)) == 4
+    assert store.num_spans == 30
+    file.close()
 
 
 def test_an_export_holds_rotated_parts_too_and_names_the_one_that_is_damaged(

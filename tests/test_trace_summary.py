@@ -127,6 +127,19 @@ def test_attributes_of_other_types_are_no_failure(
     assert "guesses: none" in out
 
 
+def test_a_client_that_reads_slowly_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t.jsonl"
+    stream = a_span(3, names.STREAM, parent=1, seconds=9, **{names.STREAM_BLOCKED: 7.5})
+    path.write_bytes(
+        a_line(a_span(1, "POST /", seconds=9), a_span(2, names.DECODE, parent=1), stream)
+    )
+    out = told(capsys, path)
+    assert "stream 8.00 s (89 %), decode 1.00 s (11 %)" in out
+    assert "the reply waited 7.50 s for the client to read it" in out
+
+
 def test_damaged_lines_are_left_out_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

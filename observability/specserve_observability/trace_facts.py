@@ -75,6 +75,7 @@ class Request(msgspec.Struct):
     num_steps: int
     num_preemptions: int
     ttft_seconds: float | None
+    blocked_seconds: float  # in which writes of the reply waited for the client
     finish_reasons: list[str]
     error: str
     guesses: Guesses
@@ -104,19 +105,20 @@ def time_by_phase(spans: Sequence[OtlpSpan]) -> dict[str, int]:
     parents = {span.parent_span_id for span in spans}
     begins = sorted(spans, key=lambda span: span.start_ns)
     moments = sorted({moment for span in spans for moment in (span.start_ns, span.end_ns)})
-    covering: list[tuple[int, int, str]] = []  # a heap: length, end, name
+    covering: list[tuple[int, bool, int, str]] = []  # a heap: length, has children, end, name
     times: Counter[str] = Counter()
     begun = 0
     for moment, following in pairwise(moments):
         while begun < len(begins) and begins[begun].start_ns <= moment:
             span = begins[begun]
-            name = OUTSIDE if span.span_id in parents else span.name
-            heappush(covering, (span.end_ns - span.start_ns, span.end_ns, name))
+            is_parent = span.span_id in parents
+            name = OUTSIDE if is_parent else span.name
+            heappush(covering, (span.end_ns - span.start_ns, is_parent, span.end_ns, name))
             begun += 1
-        while covering and covering[0][1] <= moment:
+        while covering and covering[0][2] <= moment:
             heappop(covering)
         if covering:
-            times[covering[0][2]] += following - moment
+            times[covering[0][3]] += following - moment
     return dict(times.most_common())
 
 
@@ -140,11 +142,17 @@ def _request(trace: StoredTrace, spans: Sequence[OtlpSpan]) -> Request:
         num_steps=sum(_int(a, names.DECODE_STEPS) for a in about),
         num_preemptions=sum(_int(a, names.PREEMPTIONS) for a in about),
         ttft_seconds=min(first_tokens, default=None),
+        blocked_seconds=_blocked(spans),
         finish_reasons=[text for a in about for text in _texts(a, names.GEN_AI_FINISH_REASONS)],
         error=next((span.status.message or "failed" for span in spans if span.is_error), ""),
         guesses=guesses,
         step_ids={link.span_id.lower() for span in decodes for link in span.links},
     )
+
+
+def _blocked(spans: Sequence[OtlpSpan]) -> float:
+    streams = (plain(span.attributes) for span in spans if span.name == names.STREAM)
+    return sum(_float(attributes.get(names.STREAM_BLOCKED)) for attributes in streams)
 
 
 def _queued(spans: Sequence[OtlpSpan]) -> Iterator[tuple[int, int, str]]:

@@ -23,6 +23,7 @@ _DEFAULT_MEMORY_MB = 1024
 _BAR_CHARS = 24
 _MAX_POSITIONS = 8
 _MAX_PHASES = 12
+_TOLD_BLOCKED_SECONDS = 0.1
 _INDENT = " " * 6
 
 
@@ -151,6 +152,9 @@ def _request_lines(place: int, request: Request, steps: Sequence[Step]) -> Itera
     if request.ttft_seconds is not None:
         preempted = f", preempted {request.num_preemptions} times" * bool(request.num_preemptions)
         yield f"{_INDENT}first token after {_time(int(request.ttft_seconds * 1e9))}{preempted}"
+    if request.blocked_seconds >= _TOLD_BLOCKED_SECONDS:
+        blocked = _time(int(request.blocked_seconds * 1e9))
+        yield f"{_INDENT}the reply waited {blocked} for the client to read it"
     yield from _queue_lines(request, steps)
     yield from _step_lines(request, [step for step in steps if step.span_id in request.step_ids])
     yield f"{_INDENT}guesses: {_guess_text(request.guesses)}"

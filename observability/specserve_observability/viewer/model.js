@@ -77,7 +77,8 @@ export function timeByPhase(model) {
     while (begun < begins.length && begins[begun].start <= moments[idx]) covering.push(begins[begun++]);
     covering = covering.filter((span) => span.end > moments[idx]);
     if (!covering.length) continue;
-    const { name } = covering.reduce((least, span) => (span.end - span.start <= least.end - least.start ? span : least));
+    const order = (a, b) => a.end - a.start - (b.end - b.start) || b.level - a.level;
+    const { name } = covering.reduce((least, span) => (order(span, least) < 0 ? span : least));
     sums.set(name, (sums.get(name) ?? 0) + moments[idx + 1] - moments[idx]);
   }
   return [...sums].sort((a, b) => b[1] - a[1]);
