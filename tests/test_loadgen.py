@@ -70,7 +70,7 @@ async def test_each_latency_of_one_request_has_its_defined_value() -> None:
     assert latency.e2e.mean == pytest.approx(1.3)
     assert latency.ttft_from_schedule is None
     assert report.throughput.output_tokens_per_second == pytest.approx(6 / 1.3)
-    assert printed(report, "TTFT") == ["500.00", "500.00", "500.00*", "500.00*", "1"]
+    assert printed(report, "TTFT") == ["500.00", "500.00", "500.00*", "500.00*", "1", "-"]
     assert printed(report, "ITL per token")[:2] == ["140.00", "100.00"]
 
 
@@ -96,6 +96,24 @@ async def test_warm_up_requests_are_in_no_number_and_no_delta() -> None:
     assert report.latency.ttft.max == pytest.approx(0.5)
     assert report.cross_check.disagreements == ()
     assert report.cross_check.counts[0].server == 6
+
+
+async def test_means_come_with_their_intervals() -> None:
+    seconds = [0.01 * (idx * 7 % 23 + 1) for idx in range(23)]
+    scripts = [Script(steps=(Step(s), Step(s / 10))) for s in seconds]
+    report = await report_of(ScriptedServer(scripts, StepClock()), num_requests=len(scripts))
+    assert report.intervals is not None
+    ttft = report.intervals.ttft.mean
+    assert ttft is not None
+    assert ttft.low is not None
+    assert ttft.high is not None
+    assert ttft.estimate == pytest.approx(np.mean(seconds))
+    assert ttft.low < ttft.estimate < ttft.high
+    assert printed(report, "TTFT")[-1] == f"{ttft.low * 1e3:.2f}-{ttft.high * 1e3:.2f}"
+    itl = report.intervals.itl_per_token.mean
+    assert itl is not None
+    assert itl.estimate == pytest.approx(np.mean(seconds) / 10)
+    assert itl.num_clusters == len(seconds)
 
 
 # ---- acceptance --------------------------------------------------------------------------------

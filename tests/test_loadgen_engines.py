@@ -107,6 +107,11 @@ async def test_llama_cpps_running_sums_tell_its_steps_apart() -> None:
     assert prompt.server_seconds == pytest.approx(0.09)
     assert decode.server_seconds == pytest.approx(0.27)
     assert "not learnt" not in render(report)
+    assert report.speculation is not None
+    places = [(p.num_drafted, p.num_at_risk, p.num_accepted) for p in report.speculation.positions]
+    assert places == [(6, 6, 6), (6, 6, 6), (3, 3, 0)]
+    (line,) = [text for text in render(report).split("\n") if text.startswith("if all before held")]
+    assert line.split()[-3:] == ["100.0%", "100.0%", "0.0%"]
 
 
 async def test_guesses_that_a_limit_cut_off_did_not_become_output() -> None:

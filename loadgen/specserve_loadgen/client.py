@@ -15,7 +15,7 @@ from typing import Self
 import aiohttp
 import msgspec
 
-from specserve_loadgen.engines import REQUEST_FIELDS, UNKNOWN, engine_of
+from specserve_loadgen.engines import OURS, REQUEST_FIELDS, UNKNOWN, engine_of
 from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.prompt import Prompt
 from specserve_loadgen.records import Failure, RequestRecord, Turn
@@ -60,7 +60,7 @@ def request_body(
         "drafter": settings.drafter,
         "max_draft_tokens": settings.max_draft_tokens,
         "verify": settings.verify,
-        "detailed": True if settings.detailed else None,
+        "detailed": settings.detailed or engine == OURS or None,
     }
     if chosen := {name: value for name, value in speculation.items() if value is not None}:
         body["speculation"] = chosen

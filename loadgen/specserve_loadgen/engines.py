@@ -18,7 +18,8 @@ import msgspec
 
 from specserve_loadgen.wire import SpeculativeDecoding
 
-NAMES = {"specserve": "specserve", "vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
+OURS = "specserve"
+NAMES = {OURS: OURS, "vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
 # Only to the server that knows it: others may refuse what they do not know.
 REQUEST_FIELDS: dict[str, dict[str, object]] = {
     "llama.cpp": {"timings_per_token": True},

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specserve_loadgen.acceptance import Acceptance
-from specserve_loadgen.report import Report, Throughput
+from specserve_loadgen.intervals import Interval
+from specserve_loadgen.report import Latencies, Report, Throughput
 from specserve_loadgen.settings import ClosedLoop, Load, TraceReplay
 from specserve_loadgen.stats import SAMPLES_FOR, Distribution
+from specserve_loadgen.studies.summary import Summary
 
 MISSING = "-"
 
@@ -20,7 +22,7 @@ def render(report: Report) -> str:
             _latency(report),
             _throughput(report.throughput),
             _goodput(report),
-            _speculation(report.acceptance),
+            _speculation(report.acceptance, report.speculation),
             _categories(report),
             _cross_check(report),
         ]
@@ -61,6 +63,9 @@ def describe_load(load: Load) -> str:
     return text + (f" after {load.ramp:g} s" if load.ramp else "")
 
 
+_FIELDS = Latencies.__struct_fields__  # the intervals have the same names
+
+
 def _latency(report: Report) -> str:
     measured = report.latency
     named = [
@@ -72,13 +77,15 @@ def _latency(report: Report) -> str:
         ("E2E", measured.e2e),
         ("E2E from schedule", measured.e2e_from_schedule),
     ]
-    rows = [["latency (ms)", "mean", "p50", "p90", "p99", "n"]]
+    sure = report.intervals
+    spans = [None] * len(named) if sure is None else [getattr(sure, n).mean for n in _FIELDS]
+    rows = [["latency (ms)", "mean", "p50", "p90", "p99", "n", "95 % of mean"]]
     few = False
-    for name, values in named:
+    for (name, values), span in zip(named, spans, strict=True):
         if values is not None:
             cells, short = _quantiles(values)
             few |= short
-            rows.append([name, *cells, str(values.count)])
+            rows.append([name, *cells, str(values.count), _span(span, 1e3)])
     if len(rows) == 1:
         return ""
     note = "\n* too few values for this percentile: it is nearly the maximum" if few else ""
@@ -131,7 +138,7 @@ def _goodput(report: Report) -> str:
     return table(rows)
 
 
-def _speculation(pooled: Acceptance) -> str:
+def _speculation(pooled: Acceptance, sure: Summary | None) -> str:
     if not pooled.num_requests:
         return "speculation: the replies carry no metrics"
     rows = [
@@ -152,23 +159,45 @@ def _speculation(pooled: Acceptance) -> str:
         ["draft tokens accepted", str(pooled.num_accepted_draft_tokens), ""],
         ["draft tokens", str(pooled.num_draft_tokens), ""],
     ]
-    parts = [table(rows)]
+    parts = [table(rows), *_sureness(sure)]
     if pooled.drafters:
         names = ", ".join(f"{name} ({count} requests)" for name, count in pooled.drafters.items())
         parts.append(f"drafters: {names}")
-    if pooled.drafted_per_position:
-        num_positions = len(pooled.drafted_per_position)
-        rates = pooled.acceptance_rate_per_position[:num_positions]
-        parts.append(
-            table(
-                [
-                    ["by position", *map(str, range(1, num_positions + 1))],
-                    ["acceptance rate", *map(_share, rates)],
-                    ["drafted", *map(str, pooled.drafted_per_position)],
-                ]
-            )
-        )
+    if sure is not None and sure.positions:
+        parts.append(table(_by_position(sure)))
     return "\n".join(parts)
+
+
+def _sureness(sure: Summary | None) -> list[str]:
+    """One line: the pooled numbers' intervals."""
+    if sure is None or sure.mean_acceptance_length is None:
+        return []
+    length = _span(sure.mean_acceptance_length)
+    rate = _span(sure.acceptance_rate, 100, 1)
+    return [f"95 %: mean acceptance length {length}, acceptance rate {rate} %"]
+
+
+def _by_position(sure: Summary) -> list[list[str]]:
+    """Where each step's own counts are told, conditional rates too. Intervals in percent."""
+    places = sure.positions
+    rates = [[place.marginal for place in places]]
+    names = ["acceptance rate"]
+    if all(place.num_at_risk is not None for place in places):
+        rates.append([place.conditional for place in places])
+        names.append("if all before held")
+    rows = [["by position", *(str(place.position) for place in places)]]
+    for name, known in zip(names, rates, strict=True):
+        rows.append([name, *(_share(one.estimate if one else None) for one in known)])
+        if any(one is not None and one.low is not None for one in known):
+            rows.append(["  95 % of it", *(_span(one, 100, 0) for one in known)])
+    rows.append(["drafted", *(str(place.num_drafted) for place in places)])
+    return rows
+
+
+def _span(interval: Interval | None, factor: float = 1.0, digits: int = 2) -> str:
+    if interval is None or interval.low is None or interval.high is None:
+        return MISSING
+    return f"{interval.low * factor:.{digits}f}-{interval.high * factor:.{digits}f}"
 
 
 def _categories(report: Report) -> str:

@@ -18,10 +18,12 @@ from specserve_loadgen.acceptance import Acceptance, acceptance
 from specserve_loadgen.crosscheck import CrossCheck, cross_check
 from specserve_loadgen.engines import UNKNOWN
 from specserve_loadgen.goodput import Goodput, goodput
+from specserve_loadgen.latency_intervals import LatencyIntervals, latency_intervals
 from specserve_loadgen.records import RequestRecord
 from specserve_loadgen.run import RunResult
 from specserve_loadgen.settings import Settings
 from specserve_loadgen.stats import Distribution, distribution, ratio
+from specserve_loadgen.studies.summary import Summary, summarise
 
 SCHEMA = "specserve.loadgen/1"
 LATE_SHARE = 0.01  # of mean TTFT: the share that the client's own delay may have
@@ -97,10 +99,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     num_failed: int  # without the ones that this client stopped
     num_stopped: int
     latency: Latencies
+    intervals: LatencyIntervals | None = None  # None: a report of an earlier version
     throughput: Throughput
     goodput: Goodput | None = None  # None: no limits were set
     errors: tuple[ErrorCount, ...]
     acceptance: Acceptance
+    speculation: Summary | None = None  # the same and more, with intervals
     categories: tuple[CategoryReport, ...]
     cross_check: CrossCheck
     generator: Generator
@@ -134,10 +138,12 @@ def make_report(settings: Settings, result: RunResult) -> Report:
         num_failed=len(records) - len(succeeded) - num_stopped,
         num_stopped=num_stopped,
         latency=latencies,
+        intervals=latency_intervals(succeeded),
         throughput=throughput,
         goodput=goodput(records, settings.slo, throughput.seconds) if settings.slo else None,
         errors=_errors(records),
         acceptance=acceptance(records),
+        speculation=summarise(records),
         categories=_categories(records),
         cross_check=cross_check(records, result.server_deltas, result.engine),
         generator=generator,

@@ -1,4 +1,4 @@
-"""Percentiles, means and counts of plain lists: no numpy, so that the client stays small."""
+"""Percentiles, means and counts of plain lists."""
 
 from __future__ import annotations
 
