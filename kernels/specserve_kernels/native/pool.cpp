@@ -1,6 +1,8 @@
 // See pool.h.
 #include "pool.h"
 
+#include <chrono>
+
 namespace specserve {
 
 // A pause takes about 40 ns. Waking a sleeper takes 20 us and more, so between steps, where a wait
@@ -10,12 +12,16 @@ namespace specserve {
 // core: then waits are short for a while. Number: beside one busy process long waits alone take
 // twice as long as short ones alone.
 // The next step comes within milliseconds while a text is made, and a worker that slept starts it
-// late: so for that long it stays awake, yielding to whoever wants the core.
+// late: so for that long it stays awake, yielding to whoever wants the core. But who yields is out
+// for a whole slice (3 ms, even to a process of the lowest priority), who sleeps is woken at once: a
+// worker whose yield was taken up sleeps between the next steps.
 constexpr int SHORT_SPINS = 500;
 constexpr int LONG_SPINS = 5000;
 constexpr int SHORT_WAITS = 128;
 constexpr int STEP_YIELDS = 1500;  // 2 to 3 ms
 constexpr int SPINS_PER_YIELD = 25;
+constexpr auto LONGEST_YIELD = std::chrono::microseconds(100);
+constexpr int WARY_STEPS = 64;
 constexpr int MOST_DISTRUST = 8;
 constexpr int DISTRUST_OF_ONE_IN_VAIN = 4;  // a wait that was not takes 1 off
 
@@ -34,12 +40,18 @@ bool Pool::Signal::spin_while(uint32_t seen, int num_spins) const {
   return false;
 }
 
-bool Pool::Signal::wait_while(uint32_t seen, int num_spins, int num_yields) {
-  if (spin_while(seen, num_spins)) return true;
-  for (int turn = 0; turn < num_yields; turn++) {
+bool Pool::Signal::yield_while(uint32_t seen, int num_yields) const {
+  for (int turn = 0; turn < num_yields && value.load(std::memory_order_acquire) == seen; turn++) {
+    const auto before = std::chrono::steady_clock::now();
     std::this_thread::yield();
-    if (spin_while(seen, SPINS_PER_YIELD)) return true;
+    if (std::chrono::steady_clock::now() - before > LONGEST_YIELD) return false;
+    spin_while(seen, SPINS_PER_YIELD);
   }
+  return true;
+}
+
+bool Pool::Signal::wait_while(uint32_t seen, int num_spins) {
+  if (spin_while(seen, num_spins)) return true;
   std::unique_lock<std::mutex> lock(mutex);
   num_sleepers.fetch_add(1);
   changed.wait(lock, [&] { return value.load() != seen; });
@@ -96,9 +108,14 @@ void Pool::wait_until_passed(uint32_t seen) {
 }
 
 void Pool::work(int thread) {
+  int num_wary = 0;
   for (uint32_t seen = 0;; seen++) {
     const bool is_crowded = num_short_waits_.load(std::memory_order_relaxed) > 0;
-    start_.wait_while(seen, SHORT_SPINS, is_crowded ? 0 : STEP_YIELDS);
+    if (num_wary > 0)
+      num_wary--;
+    else if (!is_crowded && !start_.yield_while(seen, STEP_YIELDS))
+      num_wary = WARY_STEPS;
+    start_.wait_while(seen, SHORT_SPINS);
     if (stopping_) return;
     job_(context_, thread);
     barrier();

@@ -1,6 +1,6 @@
 // The threads of native steps: the caller and num_threads - 1 workers that live as long as the
 // pool. At a barrier a thread spins for a while, then sleeps: a neighbour process that takes a core
-// must cost its share, not a spinning thread's. Between steps workers do the same, for longer.
+// must cost its share, not a spinning thread's. Between steps workers stay awake for longer, yielding.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -45,8 +45,9 @@ class Pool {
     std::condition_variable changed;
     void advance();
     bool spin_while(uint32_t seen, int num_spins) const;  // whether it was advanced meanwhile
-    // Spins, then spins and yields by turns, then sleeps: whether sleep was not needed.
-    bool wait_while(uint32_t seen, int num_spins, int num_yields = 0);
+    // Yields until it was advanced, or so often: false where somebody else took the core.
+    bool yield_while(uint32_t seen, int num_yields) const;
+    bool wait_while(uint32_t seen, int num_spins);  // spins, then sleeps: whether it need not
   };
 
   void work(int thread);
