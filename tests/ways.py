@@ -85,9 +85,11 @@ def told(reply: Reply) -> Told:
         assert done == "[DONE]"
         assert last["choices"] == []
         usage = last["usage"]
+        parts.append(last)
     choices = [choice for part in parts for choice in part["choices"]]
     assert all(choice["finish_reason"] is None for choice in choices[:-1])
     logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    [metrics] = [part["metrics"] for part in parts if "metrics" in part]
     return Told(
         text="".join(choice["text"] for choice in choices),
         token_ids=[token_id for choice in choices for token_id in choice["token_ids"]],
@@ -96,7 +98,7 @@ def told(reply: Reply) -> Told:
         logprobs=[value for one in logprobs for value in one["token_logprobs"]],
         top_logprobs=[top for one in logprobs for top in one["top_logprobs"]],
         usage={name: usage[name] for name in ("prompt_tokens", "completion_tokens")},
-        metrics=next(part["metrics"] for part in reversed(parts) if "metrics" in part),
+        metrics=metrics,
     )
 
 
