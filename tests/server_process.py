@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -73,7 +74,7 @@ class ServerProcess(msgspec.Struct):
 
     @property
     def trace(self) -> str:
-        """Of a server that has ended."""
+        """So far."""
         return self.log_path.with_name("trace.jsonl").read_text()
 
     @property
@@ -107,6 +108,15 @@ class ServerProcess(msgspec.Struct):
                 return
             assert time.monotonic() < deadline, live
             await asyncio.sleep(0.02)
+
+    async def has_traced(self, seconds: float = 60) -> None:
+        """Waits until the trace file tells of a request made now: little is left to deliver."""
+        mark = secrets.token_hex(16)
+        await ask(self.port, "GET", "/health", headers={"traceparent": f"00-{mark}-{'c' * 16}-01"})
+        deadline = time.monotonic() + seconds
+        while mark not in self.trace:
+            assert time.monotonic() < deadline, self.log
+            await asyncio.sleep(0.05)
 
     async def has_only(self, num_files: int, tasks: Seq[str], seconds: float = 60) -> None:
         """Waits until no file and no task is left beside these; AssertionError tells what is."""

@@ -157,6 +157,7 @@ async def test_replies_counters_spans_and_the_load_generator_agree(tmp_path: Pat
         assert await asyncio.to_thread(loadgen, load.split()) == 0
         await server.is_idle()
         after = of_counters(await server.metrics())
+        await server.has_traced()
         server.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(server.process.wait, 60) == 0
     spans = seen_in_files([tmp_path / "trace.jsonl"])

@@ -14,6 +14,8 @@ from specserve.operation import allow_connections, settings_of, tls_context, war
 from specserve.options import ServeOptions
 from specserve.server.keys import KeyRing
 from specserve.server.state import ServerSettings
+from specserve_observability.metrics import Metrics
+from specserve_observability.server_tracer import ServerTracer
 from tests.certificates import a_certificate, needs_openssl
 from tests.http_server import a_server
 from tests.raw_http import Connection
@@ -79,7 +81,8 @@ async def test_https_serves_whoever_trusts_the_certificate_and_nobody_in_the_cle
 ) -> None:
     cert, key = a_certificate(tmp_path)
     settings = ServerSettings(tls=tls_context(cert, key))
-    async with a_server(says("hello"), settings=settings) as server:
+    tracer = ServerTracer(Metrics())
+    async with a_server(says("hello"), settings=settings, tracer=tracer) as server:
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", server.port, ssl=ssl.create_default_context(cafile=cert)
         )
@@ -99,6 +102,7 @@ async def test_https_serves_whoever_trusts_the_certificate_and_nobody_in_the_cle
         with pytest.raises(ssl.SSLCertVerificationError):
             await asyncio.open_connection("127.0.0.1", server.port, ssl=trusts_nobody)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [one.attributes["url.scheme"] for one in tracer.ended.take()] == ["https"] * 2
 
 
 @needs_openssl

@@ -155,6 +155,7 @@ async def play_everything(folder: Path, options: dict[str, object]) -> list[Path
     more = {"trace_steps_per_second": 1e9, "trace_content": True, **options}
     with a_server_process(folder, slow_every=40, fail_every=3, options=more) as server:
         await asyncio.wait_for(_ask_everything(server), 120)
+        await server.has_traced()
         server.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(server.process.wait, 60) == 0, server.log
     apart = folder / "records.jsonl"

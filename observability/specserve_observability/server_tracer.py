@@ -30,7 +30,9 @@ class ServerTracer:
         self._metrics = metrics
         self.ended: BoundedQueue[HttpRecord] = BoundedQueue(capacity)
 
-    def start(self, *, method: str, route: str, headers: Mapping[str, str]) -> ServerSpan:
+    def start(
+        self, *, method: str, route: str, headers: Mapping[str, str], scheme: str = "http"
+    ) -> ServerSpan:
         """Begin the span now. headers: lower-case or case-insensitive; a valid `traceparent` in
         them becomes the parent, and its sampled flag is obeyed."""
         parent = get_current_span(_PROPAGATOR.extract(dict(_trace_headers(headers))))
@@ -40,7 +42,7 @@ class ServerTracer:
             incoming if incoming.is_valid else None,
             method,
             route,
-            _request_attributes(method, route, headers),
+            _request_attributes(method, route, scheme, headers),
         )
 
     def put(self, record: HttpRecord) -> None:
@@ -122,11 +124,11 @@ def _trace_headers(headers: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield name, value
 
 
-def _request_attributes(method: str, route: str, headers: Mapping[str, str]) -> Values:
+def _request_attributes(method: str, route: str, scheme: str, headers: Mapping[str, str]) -> Values:
     attributes: Values = {
         names.HTTP_REQUEST_METHOD: method,
         names.HTTP_ROUTE: route,
-        names.URL_SCHEME: "http",
+        names.URL_SCHEME: scheme,
     }
     if "{" not in route:
         attributes[names.URL_PATH] = route

@@ -52,7 +52,10 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
     context = RequestContext(
         request_id=asked if valid_request_id(asked) else f"req-{uuid.uuid4().hex}",
         span=request.app[STATE].tracer.start(
-            method=request.method, route=_route_name(request), headers=request.headers
+            method=request.method,
+            route=_route_name(request),
+            headers=request.headers,
+            scheme=request.scheme,
         ),
     )
     request[CONTEXT] = context

@@ -50,7 +50,9 @@ class ServerSpan(Protocol):
 
 
 class ServerTracer(Protocol):
-    def start(self, *, method: str, route: str, headers: Mapping[str, str]) -> ServerSpan:
+    def start(
+        self, *, method: str, route: str, headers: Mapping[str, str], scheme: str = "http"
+    ) -> ServerSpan:
         """route: the endpoint as documented, never the raw path; headers: of the request."""
         ...
 
@@ -81,7 +83,9 @@ class PassThroughSpan:
 
 
 class PassThroughTracer:
-    def start(self, *, method: str, route: str, headers: Mapping[str, str]) -> PassThroughSpan:
+    def start(
+        self, *, method: str, route: str, headers: Mapping[str, str], scheme: str = "http"
+    ) -> PassThroughSpan:
         return PassThroughSpan(valid_traceparent(headers.get("traceparent")))
 
 
