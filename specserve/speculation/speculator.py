@@ -131,12 +131,13 @@ class Speculator:
         if new:
             self._meet(new)
         if by_name:
-            facts = msgspec.structs.replace(self._facts)
-            named = self._draft_by_name(by_name, rows, chosen)
-            if self._recording is not None and not auto:
+            recording = None if auto else self._recording
+            facts = msgspec.structs.replace(self._facts) if recording else self._facts
+            named = self._draft_by_name(by_name, rows, chosen, recording is not None)
+            if recording is not None:
                 nodes = {one.idx: range(len(one.judged.chances)) for one in named if one.judged}
                 costs = self.beliefs.verify_costs
-                self._recording.add(facts, named, nodes, costs, self._fixed_seconds, named=True)
+                recording.add(facts, named, nodes, costs, self._fixed_seconds, named=True)
         if auto:
             self._draft_by_choice(rows, auto, chosen)
         costs, facts = self.beliefs.verify_costs, self._facts
@@ -179,10 +180,10 @@ class Speculator:
         self._draft_seconds += self._clock() - started
 
     def _draft_by_name(
-        self, names: set[str], rows: Seq[RowPlan], chosen: list[ChosenDraft]
+        self, names: set[str], rows: Seq[RowPlan], chosen: list[ChosenDraft], recorded: bool
     ) -> list[AutoRow]:
-        """Rows whose request names a drafter: exactly its K and width. Returns what they got."""
-        named = []
+        """Rows whose request names a drafter: its K and width. What they got, where recorded."""
+        named = list[AutoRow]()
         for name in names.intersection(self._panel.names):
             asked = [
                 (idx, row.max_draft_tokens)
@@ -199,8 +200,9 @@ class Speculator:
                 for idx, (draft, judged) in self._ask(name, rows, mine, width).items():
                     nodes = range(len(draft.token_ids))
                     self._choose(rows[idx], chosen, idx, name, draft, nodes, judged)
-                    named.append(AutoRow(idx, rows[idx]))
-                    named[-1].offer(name, judged)
+                    if recorded:
+                        named.append(AutoRow(idx, rows[idx]))
+                        named[-1].offer(name, judged)
         return named
 
     def _draft_by_choice(

@@ -230,7 +230,7 @@ inline void start(Finish& by, const Product& p, const ColumnTile& c, int64_t m) 
   by.scales = c.scales;
   by.bias = c.bias;
   by.has_bias = p.weight->bias != nullptr;
-  by.row_scales = p.row_scales + m;
+  by.row_scales = p.row_scales == nullptr ? nullptr : p.row_scales + m;  // int8's alone
 }
 
 // The 16 values of row r from its sums: the one formula of every instruction set.
