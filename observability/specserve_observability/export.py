@@ -64,6 +64,10 @@ class Exporter(Protocol):
         """Called by the drain thread only. May block it, never the event loop."""
         ...
 
+    def lose(self, batch: Batch) -> None:
+        """Count what handle() failed at."""
+        ...
+
     def close(self, deadline: float) -> None:
         """Behind the last batch: deliver what is left until `deadline` (time.monotonic)."""
         ...

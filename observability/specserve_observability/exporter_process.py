@@ -65,13 +65,17 @@ class ExporterProcess:
     def handle(self, batch: Batch) -> None:
         with self._in_use:
             if self._process.poll() is not None and (self._closing or not self._restart()):
-                self._lose(batch)
+                self.lose(batch)
                 return
             try:
                 self._send(batch)
             except OSError:  # it ended meanwhile
-                self._lose(batch)
+                self.lose(batch)
             self._read_counts()
+
+    def lose(self, batch: Batch) -> None:
+        self._lost += batch.num_records
+        self._show_counts()
 
     def close(self, deadline: float) -> None:
         self._closing = True
@@ -117,10 +121,6 @@ class ExporterProcess:
         data = _encode(message)
         self._process.stdin.write(LENGTH.pack(len(data)) + data)
         self._process.stdin.flush()
-
-    def _lose(self, batch: Batch) -> None:
-        self._lost += batch.num_records
-        self._show_counts()
 
     def _read_counts(self) -> None:
         assert self._process.stdout is not None

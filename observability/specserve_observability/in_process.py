@@ -22,6 +22,7 @@ class InProcessExporter:
         resource: Mapping[str, str],
         version: str,
     ) -> None:
+        self._counts = counts
         self._sinks: list[Sink] = open_sinks(settings, counts)
         self._pipeline = SpanPipeline(
             self._sinks,
@@ -33,6 +34,9 @@ class InProcessExporter:
 
     def handle(self, batch: Batch) -> None:
         self._pipeline.handle(batch)
+
+    def lose(self, batch: Batch) -> None:
+        self._counts.num_spans_dropped_at_queue += batch.num_records
 
     def close(self, deadline: float) -> None:
         for sink in self._sinks:

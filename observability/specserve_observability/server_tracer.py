@@ -134,13 +134,18 @@ def _request_attributes(method: str, route: str, scheme: str, headers: Mapping[s
         attributes[names.URL_PATH] = route
     user_agent = headers.get("user-agent")
     if user_agent is not None:
-        attributes[names.USER_AGENT] = user_agent
+        attributes[names.USER_AGENT] = _as_text(user_agent)
     try:
         host = urlsplit(f"//{headers.get('host', '')}")
         if host.hostname:
-            attributes[names.SERVER_ADDRESS] = host.hostname
+            attributes[names.SERVER_ADDRESS] = _as_text(host.hostname)
         if host.port:
             attributes[names.SERVER_PORT] = host.port
     except ValueError:  # a Host header that is no address says nothing
         pass
     return attributes
+
+
+def _as_text(header: str) -> str:
+    """Bytes of a header that are no UTF-8 stand in it as lone surrogates, which nothing encodes."""
+    return header.encode(errors="replace").decode()

@@ -59,13 +59,13 @@ class FileSink:
                 self._num_bytes += self._file.write(b"\n")
 
     def offer(self, spans: Sequence[ReadableSpan]) -> None:
-        line = encode_line(spans)
         try:
+            line = encode_line(spans)
             if self._num_bytes and self._num_bytes + len(line) > self._max_bytes:
                 self._rotate()
             self._num_bytes += self._file.write(line)
             self._file.flush()
-        except (OSError, ValueError) as error:  # disk full; closed by a late shutdown
+        except (OSError, ValueError) as error:  # disk full; closed by a late shutdown, no Unicode
             self._counts.num_spans_dropped_at_queue += len(spans)
             if not self._failed:
                 _log.error("trace_file_write_failed", error=str(error))

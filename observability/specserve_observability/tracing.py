@@ -16,6 +16,7 @@ from . import names
 from .export import Batch, Exporter, ExportSettings
 from .exporter_process import ExporterProcess
 from .in_process import InProcessExporter
+from .logs import get_logger
 from .metrics import Metrics
 from .recorder import Recorder
 from .server_tracer import ServerTracer
@@ -23,6 +24,8 @@ from .sinks import endpoint_url
 
 _DRAIN_SECONDS = 0.5
 _BATCH_STEPS = 256  # encoded in one go, which holds the interpreter: 2 ms where they have 16 rows
+
+_log = get_logger("specserve.tracing")
 
 
 class Tracing:
@@ -91,6 +94,7 @@ class _DrainThread:
         self._server_tracer = server_tracer
         self._exporter = exporter
         self._deadline = 0.0
+        self._failures: set[type[Exception]] = set()  # that were logged
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="specserve-spans", daemon=True)
 
@@ -106,9 +110,12 @@ class _DrainThread:
     def _run(self) -> None:
         while not self._stopping.wait(_DRAIN_SECONDS):
             self._hand_over()
-        self._hand_over(max(0.0, self._deadline - time.monotonic()))
+        self._hand_over()
+        # Of its own: that this one was the last is told even where the one before was lost.
+        seconds_left = max(0.0, self._deadline - time.monotonic())
+        self._give(Batch([], [], [], time.time(), seconds_left))
 
-    def _hand_over(self, seconds_left: float | None = None) -> None:
+    def _hand_over(self) -> None:
         # In this order: a request taken here has all but its last step in what is taken next.
         requests = self._recorder.requests.take()
         steps = self._recorder.steps.take()
@@ -116,5 +123,14 @@ class _DrainThread:
         now = time.time()
         while len(steps) > _BATCH_STEPS:
             first, steps = steps[:_BATCH_STEPS], steps[_BATCH_STEPS:]
-            self._exporter.handle(Batch(first, [], [], now))
-        self._exporter.handle(Batch(steps, requests, http, now, seconds_left))
+            self._give(Batch(first, [], [], now))
+        self._give(Batch(steps, requests, http, now))
+
+    def _give(self, batch: Batch) -> None:
+        try:
+            self._exporter.handle(batch)
+        except Exception as error:  # one odd record must not end tracing
+            self._exporter.lose(batch)
+            if type(error) not in self._failures:
+                self._failures.add(type(error))
+                _log.exception("trace_batch_failed", num_records=batch.num_records)
