@@ -1,4 +1,4 @@
-"""What tracing survives: odd records, a side process that does not start, files that do not move."""
+"""What tracing survives: odd records, a side process that fails to start, bytes that are no text."""
 
 from __future__ import annotations
 
