@@ -51,6 +51,20 @@ def a_line(*spans: Json, service: str = "specserve", **resource: object) -> byte
     return json.dumps({"resourceSpans": [group]}).encode() + b"\n"
 
 
+def odd_lines() -> list[bytes]:
+    """Each is JSON, and has something that no reader of spans can use."""
+    span = a_span(99, trace=99)
+    values = [{"intValue": "abc"}, {"intValue": "9" * 5000}, {"intValue": 2**64 - 1}]
+    shallow = b'{"stringValue": "deep"}'
+    deep = b'{"arrayValue": {"values": [' * 400 + shallow + b"]}}" * 400
+    return [
+        *(a_line({**span, "attributes": [{"key": "k", "value": value}]}) for value in values),
+        a_line({**span, "events": [{"timeUnixNano": "noon"}]}),
+        a_line({**span, "startTimeUnixNano": "1_0"}),
+        a_line(a_span(99, k="deep")).replace(shallow, deep),
+    ]
+
+
 def pairs(attributes: Mapping[str, object]) -> list[Json]:
     return [{"key": key, "value": _value(value)} for key, value in attributes.items()]
 

@@ -12,7 +12,7 @@ from specserve_observability import names
 from specserve_observability.otlp_reading import read_spans
 from specserve_observability.records import QueuePeriod
 from specserve_observability.trace_facts import time_by_phase
-from tests.otlp_lines import SECOND, a_line, a_span
+from tests.otlp_lines import SECOND, a_line, a_span, odd_lines
 from tests.trace_reading import FileTracing
 from tests.trace_records import START, Row, a_request, a_row, a_step, play
 
@@ -145,11 +145,11 @@ def test_damaged_lines_are_left_out_and_counted(
 ) -> None:
     path = a_played_file(tmp_path / "t.jsonl")
     with path.open("ab") as file:
-        file.write(b'{"resourceSp\noops\n{"resourc')
+        file.write(b"".join(odd_lines()) + b'{"resourceSp\noops\n{"resourc')
     assert main(["trace", str(path)]) == 0
     captured = capsys.readouterr()
     assert "2 requests" in captured.out
-    assert captured.err == "3 lines were left out: they are not OTLP JSON\n"
+    assert captured.err == "9 lines were left out: they are not OTLP JSON\n"
 
 
 def test_a_bound_on_memory_leaves_out_the_oldest(

@@ -16,7 +16,7 @@ import pytest
 
 from specserve.cli import main
 from specserve_observability import trace_viewer
-from tests.otlp_lines import a_line, a_span
+from tests.otlp_lines import a_line, a_span, odd_lines
 from tests.trace_viewing import a_viewer
 
 pytestmark = pytest.mark.timeout(60)
@@ -93,14 +93,35 @@ async def test_a_file_is_followed_while_it_grows_and_is_rotated(tmp_path: Path) 
         assert counts == [1, 2, 3, 4]
 
 
+async def test_a_folder_that_goes_away_is_said_and_read_again_when_it_is_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, away = tmp_path / "here", tmp_path / "away"
+    folder.mkdir()
+    path = folder / "t.jsonl"
+    path.write_bytes(a_line(a_span(1)))
+    async with a_viewer(path, GOLDEN) as viewer:
+        folder.rename(away)
+        viewer.reader.read()
+        viewer.reader.read()
+        assert capsys.readouterr().err.count(f"{path}: cannot be read now") == 1
+        away.rename(folder)
+        with path.open("ab") as file:
+            file.write(a_line(a_span(2, trace=2)))
+        viewer.reader.read()
+        assert viewer.store.num_spans == 5
+
+
 async def test_lines_that_are_none_are_counted_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "t.jsonl"
     path.write_bytes(a_line(a_span(1)) + b"oops\n\n" + b"{}\n" * 20 + a_line(a_span(2)))
+    with path.open("ab") as file:
+        file.writelines(odd_lines())
     async with a_viewer(path, GOLDEN) as viewer:
         status = (await viewer.get("/viewer/status")).body
-    assert status["badLines"] == 21
+    assert status["badLines"] == 27
     assert status["spans"] == 5
     assert status["files"] == [str(path), str(GOLDEN)]
     said = capsys.readouterr().err

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -21,10 +22,17 @@ class TraceFileError(ValueError):
     """A file or a line that is not OTLP JSON; the message names it."""
 
 
+# Checked where a line is read: nobody who asks for a number later expects an error.
+Integer = (
+    Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+    | Annotated[str, msgspec.Meta(pattern=r"\A-?[0-9]{1,19}\Z")]
+)
+
+
 class AnyValue(msgspec.Struct, rename="camel", omit_defaults=True):
     string_value: str | None = None
     bool_value: bool | None = None
-    int_value: int | str | None = None
+    int_value: Integer | None = None
     double_value: float | None = None
     array_value: ArrayValue | None = None
     kvlist_value: KeyValueList | None = None
@@ -57,7 +65,7 @@ class KeyValueList(msgspec.Struct):
 
 
 class OtlpEvent(msgspec.Struct, rename="camel"):
-    time_unix_nano: int | str = 0
+    time_unix_nano: Integer = 0
     name: str = ""
     attributes: list[KeyValue] = []
 
@@ -76,8 +84,8 @@ class OtlpSpan(msgspec.Struct, rename="camel"):
     trace_id: str
     span_id: str
     name: str
-    start_time_unix_nano: int | str
-    end_time_unix_nano: int | str
+    start_time_unix_nano: Integer
+    end_time_unix_nano: Integer
     parent_span_id: str = ""
     trace_state: str = ""
     kind: int = 0
@@ -160,7 +168,7 @@ def read_spans(line: bytes | str) -> list[ReadSpan]:
     """Every span of one OTLP JSON object. Raises TraceFileError where it is not one."""
     try:
         return [read for group in _decode_line(line).resource_spans for read in _in_group(group)]
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise TraceFileError(f"not OTLP JSON ({error})") from error
 
 

@@ -54,18 +54,25 @@ class FileReader:
         self._store = store
         self.files = [TraceFile(path) for path in paths]
         self._stopping = threading.Event()
+        self._out_of_reach: set[Path] = set()  # each is told once, until it is back
         self.num_bad_lines = 0
-        self.num_lines = 0
         for path in paths:
             check_first_lines(path)
 
     def read(self) -> None:
-        """All that is there now."""
+        """All that is there now. A file that is out of reach is looked for again by the next."""
         for file in self.files:
-            for line in file.new_lines():
-                if self._stopping.is_set():
-                    return
-                self._take(file.path, line)
+            try:
+                for line in file.new_lines():
+                    if self._stopping.is_set():
+                        return
+                    self._take(file.path, line)
+            except OSError as error:  # such as a folder that was moved away
+                if file.path not in self._out_of_reach:
+                    print(f"{file.path}: cannot be read now ({error})", file=sys.stderr, flush=True)
+                self._out_of_reach.add(file.path)
+            else:
+                self._out_of_reach.discard(file.path)
 
     def run(self) -> None:
         self.read()
@@ -83,10 +90,9 @@ class FileReader:
     def _take(self, path: Path, line: bytes) -> None:
         if not line.strip():
             return
-        self.num_lines += 1
         try:
             self._store.add(read_spans(line))
-        except TraceFileError as error:
+        except (ValueError, RecursionError) as error:  # TraceFileError is one
             self.num_bad_lines += 1
             if self.num_bad_lines <= _TOLD_BAD_LINES:
                 said = f"{path}: left out a line that is {error}: {line[:60]!r}"
