@@ -70,9 +70,11 @@ def _serve_on(listener: socket.socket, options: ServeOptions, settings: ServerSe
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(_run(options, settings, built, tracing, metrics, listener))
     finally:
-        tracing.shutdown()
-        if recording is not None and options.record_steps:
-            _write_steps(recording, Path(options.record_steps))
+        try:
+            tracing.shutdown()
+        finally:
+            if recording is not None and options.record_steps:
+                _write_steps(recording, Path(options.record_steps))
 
 
 def _open_tracing(options: ServeOptions, metrics: Metrics) -> Tracing:

@@ -1,8 +1,11 @@
-"""What tracing survives: odd records, a side process that fails to start, bytes that are no text."""
+"""What tracing survives: odd records, a side process that does not start, odd bytes."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,15 +13,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from specserve_observability import exporter_process
 from specserve_observability.export import ExportSettings, Where
 from specserve_observability.metrics import Metrics
+from specserve_observability.sampling import StepSampler
 from specserve_observability.tracing import Tracing, open_tracing
 from tests.http_server import a_server
 from tests.otlp_receiver import attributes_of
 from tests.raw_http import connect
 from tests.scripted import says
+from tests.test_trace_exporter import exporters
 from tests.trace_reading import trace_of_file
-from tests.trace_records import a_request, decode_id
+from tests.trace_records import a_request, a_row, a_step, decode_id
 
 BOTH = pytest.mark.parametrize("exporter", ["process", "thread"])
 
@@ -65,3 +71,42 @@ def test_a_batch_that_cannot_be_encoded_is_counted_and_the_next_one_arrives(
     tracing.recorder.record_request(a_request(1))
     tracing.shutdown(timeout=30)
     assert trace_of_file(path).one("decode").span_id.hex() == decode_id(1)
+
+
+def test_a_side_process_that_cannot_be_started_again_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter_process, "RESTART_SECONDS", 0.0)
+    path, metrics = tmp_path / "traces.jsonl", Metrics()
+    earlier = set(exporters())
+    tracing = to_file(path, metrics)
+    (pid,) = set(exporters()) - earlier
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(tmp_path / "gone"))
+        os.kill(pid, signal.SIGKILL)
+        for idx in range(2):
+            num_lost = metrics.num_spans_dropped
+            tracing.recorder.record_request(a_request(idx))
+            wait_until(lambda before=num_lost: metrics.num_spans_dropped > before)
+    tracing.recorder.record_request(a_request(2))
+    tracing.shutdown(timeout=30)
+    assert trace_of_file(path).one("decode").span_id.hex() == decode_id(2)
+
+
+def test_the_side_process_imports_nothing_from_the_folder_it_is_started_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "msgspec.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "traces.jsonl"
+    tracing = to_file(path, Metrics())
+    tracing.recorder.record_request(a_request(0))
+    tracing.shutdown(timeout=30)
+    assert trace_of_file(path).one("decode")
+
+
+def test_a_low_rate_of_steps_is_kept_and_none_is_none() -> None:
+    for rate, num_kept in ((0.1, 2), (0.0, 0)):
+        sampler = StepSampler(rate)
+        steps = [a_step(idx, [a_row()]) for idx in range(1100)]  # of 10 ms
+        assert sum(sampler.reason_to_keep(step) == "rate" for step in steps) == num_kept

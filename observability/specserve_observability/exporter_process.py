@@ -94,7 +94,8 @@ class ExporterProcess:
         self._unread = b""
         # By a new interpreter, not by fork: this process has threads, and later a model.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "specserve_observability.exporter"],
+            # -P: what lies in the folder it is started from is no module.
+            [sys.executable, "-P", "-m", "specserve_observability.exporter"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -142,6 +143,8 @@ class ExporterProcess:
         """Of a process that has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        if self._process.stdout.closed:  # and none was started since
+            return
         self._read_counts()
         self._process.stdout.close()
         with contextlib.suppress(OSError):  # what was written last and not taken

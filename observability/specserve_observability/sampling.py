@@ -46,7 +46,7 @@ class StepSampler:
     """
 
     def __init__(self, rate: float = ORDINARY_RATE) -> None:
-        self._ordinary = _TokenBucket(rate, rate * _BURST_SECONDS)
+        self._ordinary = _TokenBucket(rate, max(1.0, rate * _BURST_SECONDS) if rate else 0.0)
         self._tail = _TokenBucket(TAIL_RATE, TAIL_RATE)
         self._mean_by_size: dict[int, tuple[int, float]] = {}  # size class -> (count, mean seconds)
 
