@@ -165,6 +165,22 @@ async def test_a_page_that_gave_its_name_this_address_reads_nothing() -> None:
             assert (await viewer.get("/api/v3/services", Host=host)).status == 200
 
 
+async def test_a_name_given_as_host_is_answered_and_no_other() -> None:
+    for host in ("0.0.0.0", "Traces.example"):
+        async with a_viewer(GOLDEN, host=host) as viewer:
+            assert (await viewer.get("/api/v3/services", Host="evil.example")).status == 403
+            named = await viewer.get("/api/v3/services", Host="traces.example:16686")
+            assert named.status == (403 if host == "0.0.0.0" else 200)
+
+
+async def test_a_page_of_another_site_cannot_have_traces_converted() -> None:
+    async with a_viewer(GOLDEN) as viewer:
+        for site, status in (("cross-site", 403), ("same-origin", 200)):
+            headers = {"Sec-Fetch-Site": site}
+            reply = await viewer.post("/api/transform", a_line(a_span(1)), **headers)
+            assert reply.status == status
+
+
 async def test_nothing_allows_other_pages_to_read_it() -> None:
     async with a_viewer(GOLDEN) as viewer:
         reply = await viewer.get("/api/v3/services", Origin="http://evil.example")

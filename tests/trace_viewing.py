@@ -36,8 +36,8 @@ class Viewer:
     async def get(self, path: str, **headers: str) -> Answer:
         return await self._ask("GET", path, headers, None)
 
-    async def post(self, path: str, body: bytes) -> Answer:
-        return await self._ask("POST", path, {}, body)
+    async def post(self, path: str, body: bytes, **headers: str) -> Answer:
+        return await self._ask("POST", path, headers, body)
 
     async def _ask(
         self, method: str, path: str, headers: dict[str, str], data: bytes | None
@@ -54,12 +54,14 @@ class Viewer:
 
 
 @asynccontextmanager
-async def a_viewer(*paths: Path, max_bytes: int = 2**26) -> AsyncIterator[Viewer]:
+async def a_viewer(
+    *paths: Path, max_bytes: int = 2**26, host: str = "127.0.0.1"
+) -> AsyncIterator[Viewer]:
     """Has read all that is in the files; `viewer.reader.read()` reads on."""
     store = TraceStore(max_bytes)
     reader = FileReader(paths, store)
     reader.read()
-    runner = web.AppRunner(viewer_app(store, reader))
+    runner = web.AppRunner(viewer_app(store, reader, host))
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -135,7 +135,12 @@ class JaegerApi:
         return _structured(links)
 
     async def _transform(self, request: web.Request) -> web.Response:
-        """OTLP JSON to Jaeger's, for the UI's upload; nothing is kept."""
+        """OTLP JSON to Jaeger's, for the UI's upload; nothing is kept.
+
+        A browser asks no leave before it sends another site's form: that is not worked on.
+        """
+        if request.headers.get("Sec-Fetch-Site") == "cross-site":
+            raise ApiError(403, "Sec-Fetch-Site is cross-site: other sites may not send traces")
         body = await request.read()
         try:
             return _structured(await asyncio.to_thread(lambda: jaeger_traces(read_spans(body))))

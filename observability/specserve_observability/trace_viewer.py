@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from .jaeger_api import JaegerApi
 from .otlp_reading import TraceFileError, read_spans
@@ -99,8 +99,8 @@ class FileReader:
                 print(said, file=sys.stderr, flush=True)
 
 
-def viewer_app(store: TraceStore, reader: FileReader, *, any_host: bool = False) -> web.Application:
-    """any_host: whoever reaches the server may call it by any name"""
+def viewer_app(store: TraceStore, reader: FileReader, host: str = "localhost") -> web.Application:
+    """host: a name by which it may be called, beside localhost and addresses"""
 
     async def status(request: web.Request) -> web.Response:
         said = {
@@ -116,7 +116,7 @@ def viewer_app(store: TraceStore, reader: FileReader, *, any_host: bool = False)
     async def to_trace(request: web.Request) -> web.Response:
         raise web.HTTPFound(f"/#trace={request.match_info['trace_id']}")
 
-    middlewares = [_with_headers] if any_host else [_with_headers, _known_host]
+    middlewares = [_with_headers, _known_host(host)]
     app = web.Application(middlewares=middlewares, client_max_size=_MAX_UPLOAD_BYTES)
     app.add_routes(JaegerApi(store).routes())
     app.router.add_get("/viewer/status", status)
@@ -176,7 +176,7 @@ def _megabytes(text: str) -> int:
 
 
 async def _serve(store: TraceStore, reader: FileReader, host: str, port: int) -> None:
-    runner = web.AppRunner(viewer_app(store, reader, any_host=not _is_loopback(host)))
+    runner = web.AppRunner(viewer_app(store, reader, host))
     await runner.setup()
     thread = threading.Thread(target=reader.run, name="specserve-trace-files")
     try:
@@ -223,15 +223,21 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-@web.middleware
-async def _known_host(request: web.Request, handler: Handler) -> web.StreamResponse:
+def _known_host(host: str) -> Middleware:
     """A web page that gave its own name this machine's address must not read traces."""
-    name = request.url.host or ""
-    if name != "localhost" and not _is_address(name):
-        raise web.HTTPForbidden(
-            text=f"the host is {name[:80]!r}: ask by address or as localhost, or start with --host"
-        )
-    return await handler(request)
+    names = ("localhost", host.lower())
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        name = (request.url.host or "").lower()
+        if name not in names and not _is_address(name):
+            raise web.HTTPForbidden(
+                text=f"the host is {name[:80]!r}: ask by address or as localhost, "
+                "or start with --host and that name"
+            )
+        return await handler(request)
+
+    return check
 
 
 def _is_address(name: str) -> bool:
