@@ -110,3 +110,17 @@ def test_a_low_rate_of_steps_is_kept_and_none_is_none() -> None:
         sampler = StepSampler(rate)
         steps = [a_step(idx, [a_row()]) for idx in range(1100)]  # of 10 ms
         assert sum(sampler.reason_to_keep(step) == "rate" for step in steps) == num_kept
+
+
+def test_a_file_that_could_not_be_put_aside_is_once_it_can(tmp_path: Path) -> None:
+    path, metrics = tmp_path / "traces.jsonl", Metrics()
+    path.with_name("traces.jsonl.2").touch()
+    path.with_name("traces.jsonl.3").mkdir()  # which no file replaces
+    tracing = to_file(path, metrics, exporter="thread", trace_file_bytes=20_000)
+    for idx in range(100):
+        tracing.recorder.record_request(a_request(idx))
+    wait_until(lambda: metrics.num_spans_dropped)
+    path.with_name("traces.jsonl.3").rmdir()
+    tracing.recorder.record_request(a_request(100))
+    tracing.shutdown(timeout=30)
+    assert trace_of_file(path).named("decode")[-1].span_id.hex() == decode_id(100)

@@ -72,12 +72,13 @@ class FileSink:
             self._failed = True
 
     def _rotate(self) -> None:
-        self._file.close()
-        for idx in range(_OLD_FILES, 0, -1):
-            older = self._old(idx - 1) if idx > 1 else self._path
-            if older.exists():
-                older.replace(self._old(idx))
-        self._file = open(self._path, "ab+")  # noqa: SIM115
+        if self._path.exists():  # else it was moved before, and no new one could be opened
+            for idx in range(_OLD_FILES, 0, -1):
+                older = self._old(idx - 1) if idx > 1 else self._path
+                if older.exists():
+                    older.replace(self._old(idx))
+        full, self._file = self._file, open(self._path, "ab+")  # noqa: SIM115
+        full.close()
         self._num_bytes = 0
 
     def _old(self, idx: int) -> Path:
