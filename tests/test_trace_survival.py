@@ -13,6 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from specserve.server import telling
+from specserve.server.state import ServerSettings
 from specserve_observability import exporter_process
 from specserve_observability.export import ExportSettings, Where
 from specserve_observability.metrics import Metrics
@@ -124,3 +126,38 @@ def test_a_file_that_could_not_be_put_aside_is_once_it_can(tmp_path: Path) -> No
     tracing.recorder.record_request(a_request(100))
     tracing.shutdown(timeout=30)
     assert trace_of_file(path).named("decode")[-1].span_id.hex() == decode_id(100)
+
+
+def test_a_trace_file_that_cannot_rotate_is_refused_at_once(tmp_path: Path) -> None:
+    fifo = tmp_path / "traces.jsonl"
+    os.mkfifo(fifo)  # nobody reads it: to open it would wait for ever
+    with pytest.raises(OSError, match="no ordinary file"):
+        to_file(fifo, Metrics(), exporter="process")
+
+
+async def test_spans_tell_no_id_that_was_not_sent_and_the_beginning_of_long_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telling, "MOST_CONTENT", 3)
+    path = tmp_path / "traces.jsonl"
+    tracing = to_file(path, Metrics(), exporter="thread")
+    settings = ServerSettings(trace_content=True)
+    async with a_server(says("hello"), tracer=tracing.server_tracer, settings=settings) as server:
+        reply = await server.complete(request_id="mine", max_tokens=2)
+        refused = await server.complete(prompt="x" * 10_000)
+    await asyncio.to_thread(tracing.shutdown, 30)
+    assert (reply.headers["x-request-id"], refused.status) == ("mine", 400)
+    trace = trace_of_file(path)
+    spans = {
+        attributes_of(one.attributes)["http.response.status_code"]: one
+        for one in trace.named("POST /v1/completions")
+    }
+    assert "http.response.header.x-request-id" not in attributes_of(spans[200].attributes)
+    told = [
+        attributes_of(one.attributes).get("gen_ai.input.messages")
+        for one in trace.spans
+        if one.name.startswith("text_completion")
+    ]
+    assert [text for text in told if text] == [
+        '[{"role":"user","parts":[{"type":"text","content":"say [1 characters more]"}]}]'
+    ]

@@ -7,10 +7,14 @@ there is no thread, no process, no queue, and no tracer.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
 
 from . import names
 from .export import Batch, Exporter, ExportSettings
@@ -84,8 +88,15 @@ def _exporter(
         return InProcessExporter(settings, metrics, resource=resource, version=version)
     endpoint_url(settings)  # here, where whoever started the server sees the error
     if settings.trace_file is not None:
-        open(settings.trace_file, "ab").close()
+        _probe(Path(settings.trace_file))
     return ExporterProcess(settings, metrics, resource=resource, version=version)
+
+
+def _probe(trace_file: Path) -> None:
+    """OSError where the side process could not open it as it will: to read its end, to append."""
+    if trace_file.exists() and not trace_file.is_file():  # opening a FIFO would wait for a reader
+        raise OSError(errno.EINVAL, "it is no ordinary file, so it cannot be rotated")
+    open(trace_file, "ab+").close()
 
 
 class _DrainThread:
@@ -117,7 +128,10 @@ class _DrainThread:
 
     def _hand_over(self) -> None:
         # In this order: a request taken here has all but its last step in what is taken next.
-        requests = self._recorder.requests.take()
+        requests = [
+            msgspec.structs.replace(one, inter_token_seconds=(), inter_chunk_seconds=())
+            for one in self._recorder.requests.take()  # gaps are for metrics, and many
+        ]
         steps = self._recorder.steps.take()
         http = self._server_tracer.ended.take()
         now = time.time()

@@ -56,7 +56,6 @@ async def completions(request: web.Request) -> web.StreamResponse:
     prompts = split_prompts(body.prompt)
     check_parallel(len(prompts), params.n)
     request[CONTEXT].span.begin_operation("text_completion")
-    tell_prompts(request, state.engine, prompts)
     with timed_child(request, names.TOKENIZE):
         encoded = await encode_prompts(
             state.engine, prompts, add_special_tokens=body.add_special_tokens is not False
@@ -65,6 +64,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         prompt_ids = [truncated(token_ids, wanted, limits) for token_ids in encoded]
         echoes = await _echoes(state.engine, prompts, encoded, prompt_ids) if body.echo else None
         beside = await encode_beside(state.engine, body)
+    tell_prompts(request, state.engine, prompts)  # once they have passed every check
     job = make_job(
         request,
         body,

@@ -79,11 +79,11 @@ async def converse(
     tools = _tools(state, body)
     text_format = _format_of(state, body, tools)
     request[CONTEXT].span.begin_operation("chat")
-    tell_chat(request, body.messages)
     with timed_child(request, names.TOKENIZE):
         encoded = await _encode(state, body, tools)
         prompt_ids = truncated(encoded, body.truncate_prompt_tokens, state.engine.limits)
         beside = await encode_beside(state.engine, body)
+    tell_chat(request, body.messages)  # once they have passed every check
     job = make_job(
         request,
         body,

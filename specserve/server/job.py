@@ -22,6 +22,7 @@ from specserve.server.state import CONTEXT, STATE
 from specserve.server.tally import Tally
 from specserve.server.wire import GenerationBody
 from specserve.types import Request, SamplingParams
+from specserve_observability import names
 from specserve_observability.logs import rename_request
 
 
@@ -175,4 +176,5 @@ def adopt_request_id(request: web.Request, name: str | None) -> None:
         )
     if "x-request-id" not in request.headers:
         request[CONTEXT].request_id = name
+        request[CONTEXT].attributes.pop(names.HTTP_RESPONSE_REQUEST_ID, None)  # was never sent
         rename_request(name)

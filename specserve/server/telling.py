@@ -21,6 +21,11 @@ from specserve.server.tracing import AttributeValue
 from specserve.server.wire import MessageBody
 from specserve_observability import names
 
+# Characters of one text, and ids of a prompt without text, that a span takes: what is queued for an
+# exporter, and what one message to a collector holds, stay bounded.
+MOST_CONTENT = 65_536
+MOST_CONTENT_IDS = 4_096
+
 
 def tell_job(request: web.Request, job: Job) -> None:
     """As the request asked, and what was put in for what it left out."""
@@ -66,22 +71,26 @@ def tell_reply(request: web.Request, job: Job, tally: Tally) -> None:
             told[names.SPEC_ACCEPTANCE_RATE] = spec.draft_acceptance_rate
             told[names.SPEC_ACCEPTANCE_LENGTH] = spec.mean_acceptance_length
     if may_tell_content(request):
-        told[names.GEN_AI_OUTPUT_MESSAGES] = _messages(("assistant", text) for text in tally.texts)
+        said = (("assistant", _cut(text)) for text in tally.texts)
+        told[names.GEN_AI_OUTPUT_MESSAGES] = _messages(said)
     request[CONTEXT].operation.update(told)
 
 
 def tell_chat(request: web.Request, messages: Seq[MessageBody] | None) -> None:
     """The caller's messages, where that is allowed."""
     if may_tell_content(request):
-        said = [(one.role, text_of(one.content or "", "messages")) for one in messages or ()]
+        said = [(one.role, _cut(text_of(one.content or "", "messages"))) for one in messages or ()]
         request[CONTEXT].operation[names.GEN_AI_INPUT_MESSAGES] = _messages(said)
 
 
 def tell_prompts(request: web.Request, engine: Engine, prompts: Seq[str | list[int]]) -> None:
     """Prompts without roles, where that is allowed."""
     if may_tell_content(request):
-        texts = [one if isinstance(one, str) else engine.tokenizer.decode(one) for one in prompts]
-        said = [("user", text) for text in texts]
+        texts = [
+            one if isinstance(one, str) else engine.tokenizer.decode(one[:MOST_CONTENT_IDS])
+            for one in prompts
+        ]
+        said = [("user", _cut(text)) for text in texts]
         request[CONTEXT].operation[names.GEN_AI_INPUT_MESSAGES] = _messages(said)
 
 
@@ -91,6 +100,11 @@ def may_tell_content(request: web.Request) -> bool:
 
 def _is_traced(request: web.Request) -> bool:
     return request[CONTEXT].span.own_traceparent is not None
+
+
+def _cut(text: str) -> str:
+    left_out = len(text) - MOST_CONTENT
+    return text if left_out <= 0 else f"{text[:MOST_CONTENT]} [{left_out} characters more]"
 
 
 def _messages(said: Iterable[tuple[str, str]]) -> str:
