@@ -51,6 +51,20 @@ def a_line(*spans: Json, service: str = "specserve", **resource: object) -> byte
     return json.dumps({"resourceSpans": [group]}).encode() + b"\n"
 
 
+def overlapping_spans() -> list[Json]:
+    """Of one request, whose phases overlap and leave gaps."""
+    return [
+        a_span(1, "POST /v1/x", seconds=10),
+        a_span(2, "chat demo", parent=1, start=0.5, seconds=9),
+        a_span(3, "queue", parent=2, start=0.5, seconds=0.5),
+        a_span(4, "prefill", parent=2, start=1, seconds=1),
+        a_span(5, "decode", parent=2, start=2, seconds=4),
+        a_span(6, "decode.rounds", parent=5, start=2, seconds=3),
+        a_span(7, "decode", parent=2, start=2, seconds=3),  # the second of n = 2
+        a_span(8, "stream", parent=2, start=2, seconds=7),
+    ]
+
+
 def odd_lines() -> list[bytes]:
     """Each is JSON, and has something that no reader of spans can use."""
     span = a_span(99, trace=99)

@@ -12,8 +12,10 @@ import pytest
 pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from specserve_observability.otlp_reading import read_spans
+from specserve_observability.trace_facts import time_by_phase
 from tests.browser import Visit, a_browser, visit
-from tests.otlp_lines import a_line, a_span
+from tests.otlp_lines import a_line, a_span, overlapping_spans
 from tests.trace_reading import FileTracing
 from tests.trace_records import Row, a_step, play, trace_id
 from tests.trace_viewing import a_viewer_in_a_thread
@@ -99,6 +101,18 @@ def test_traces_are_listed_and_a_request_shows_where_its_time_went(
         assert boxes[1] is not None
         assert boxes[1]["width"] == pytest.approx(3 * boxes[0]["width"], rel=0.05)
         assert boxes[1]["x"] > boxes[0]["x"] + boxes[0]["width"]
+
+
+def test_overlapping_phases_are_told_as_at_the_terminal(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(a_line(*overlapping_spans()))
+    spans = [read.span for read in read_spans(path.read_bytes())]
+    with opened(browser, path) as one:
+        choose(one.page, "POST /v1/x")
+        legend = one.page.get_by_role("list", name="Where its time went").inner_text()
+        told = [line.rsplit(" ", 4)[0] for line in legend.split("\n")]
+        assert told == list(time_by_phase(spans))
+        assert "outside these 1.50 s" in legend
 
 
 def test_an_engine_window_shows_what_each_step_gave_each_request(

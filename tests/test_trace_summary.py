@@ -12,7 +12,7 @@ from specserve_observability import names
 from specserve_observability.otlp_reading import read_spans
 from specserve_observability.records import QueuePeriod
 from specserve_observability.trace_facts import time_by_phase
-from tests.otlp_lines import SECOND, a_line, a_span, odd_lines
+from tests.otlp_lines import SECOND, a_line, a_span, odd_lines, overlapping_spans
 from tests.trace_reading import FileTracing
 from tests.trace_records import START, Row, a_request, a_row, a_step, play
 
@@ -70,17 +70,7 @@ def test_the_slowest_requests_their_phases_steps_and_guesses(
 
 
 def test_each_moment_belongs_to_one_phase_also_where_spans_overlap() -> None:
-    spans = [
-        a_span(1, "POST /v1/x", seconds=10),
-        a_span(2, "chat demo", parent=1, start=0.5, seconds=9),
-        a_span(3, "queue", parent=2, start=0.5, seconds=0.5),
-        a_span(4, "prefill", parent=2, start=1, seconds=1),
-        a_span(5, "decode", parent=2, start=2, seconds=4),
-        a_span(6, "decode.rounds", parent=5, start=2, seconds=3),
-        a_span(7, "decode", parent=2, start=2, seconds=3),  # the second of n = 2
-        a_span(8, "stream", parent=2, start=2, seconds=7),
-    ]
-    times = time_by_phase([read.span for read in read_spans(a_line(*spans))])
+    times = time_by_phase([read.span for read in read_spans(a_line(*overlapping_spans()))])
     assert times == {
         "decode": 4 * SECOND,
         "stream": 3 * SECOND,

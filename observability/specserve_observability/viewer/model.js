@@ -1,6 +1,7 @@
 // A trace as a tree of spans with times in microseconds from its beginning.
 
 const OUTCOME = "specserve.request_outcome";
+const OUTSIDE = "outside these";
 const ORDER = ["plan", "draft", "target_forward", "verify", "commit"];
 
 function plain(value = {}) {
@@ -65,9 +66,12 @@ function sortTree(spans, level) {
 }
 
 // Each moment belongs to the shortest span that covers it, so that the sum is the trace's time:
-// [[name, us]], longest first. Spans inside a decode count as the decode.
+// [[name, us]], longest first. Spans inside a decode count as the decode; what only spans with
+// children cover is OUTSIDE. As in trace_facts.py, so that page and terminal say the same.
 export function timeByPhase(model) {
   const spans = model.spans.filter((span) => model.byId.get(span.parentId)?.name !== "decode");
+  const parents = new Set(spans.map((span) => span.parentId));
+  const isParent = (span) => parents.has(span.id);
   const begins = spans.toSorted((a, b) => a.start - b.start);
   const moments = [...new Set(spans.flatMap((span) => [span.start, span.end]))].sort((a, b) => a - b);
   const sums = new Map();
@@ -77,8 +81,9 @@ export function timeByPhase(model) {
     while (begun < begins.length && begins[begun].start <= moments[idx]) covering.push(begins[begun++]);
     covering = covering.filter((span) => span.end > moments[idx]);
     if (!covering.length) continue;
-    const order = (a, b) => a.end - a.start - (b.end - b.start) || b.level - a.level;
-    const { name } = covering.reduce((least, span) => (order(span, least) < 0 ? span : least));
+    const order = (a, b) => a.end - a.start - (b.end - b.start) || isParent(a) - isParent(b);
+    const shortest = covering.reduce((least, span) => (order(span, least) < 0 ? span : least));
+    const name = isParent(shortest) ? OUTSIDE : shortest.name;
     sums.set(name, (sums.get(name) ?? 0) + moments[idx + 1] - moments[idx]);
   }
   return [...sums].sort((a, b) => b[1] - a[1]);
