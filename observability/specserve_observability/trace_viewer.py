@@ -22,6 +22,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from .jaeger_api import JaegerApi
 from .otlp_reading import TraceFileError, read_spans
+from .static_pages import PAGE_HEADERS, pages_of
 from .trace_files import TraceFile, check_first_lines
 from .trace_store import TraceStore
 
@@ -31,17 +32,6 @@ _POLL_SECONDS = 0.5
 _MAX_UPLOAD_BYTES = 256 * 2**20
 _TOLD_BAD_LINES = 5
 _FOLDER = Path(__file__).parent / "viewer"
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'"
-    ),
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",
-}
 
 
 class FileReader:
@@ -122,10 +112,8 @@ def viewer_app(store: TraceStore, reader: FileReader, host: str = "localhost") -
     app.router.add_get("/viewer/status", status)
     # Where links to Jaeger's UI lead.
     app.router.add_get("/trace/{trace_id:[0-9a-fA-F]+}", to_trace)
-    for path in sorted(_FOLDER.iterdir()):
-        if path.suffix in _TYPES:
-            route = "/" if path.name == "index.html" else f"/viewer/{path.name}"
-            app.router.add_get(route, _serving(path))
+    for route, handler in pages_of(_FOLDER, "/viewer/").items():
+        app.router.add_get(route, handler)
     return app
 
 
@@ -251,15 +239,5 @@ def _is_address(name: str) -> bool:
 @web.middleware
 async def _with_headers(request: web.Request, handler: Handler) -> web.StreamResponse:
     response = await handler(request)
-    response.headers.update(_HEADERS)
+    response.headers.update(PAGE_HEADERS)
     return response
-
-
-def _serving(path: Path) -> Handler:
-    body = path.read_bytes()  # once, before there is a loop to hold up
-    kind = _TYPES[path.suffix]
-
-    async def serve(request: web.Request) -> web.StreamResponse:
-        return web.Response(body=body, content_type=kind, charset="utf-8")
-
-    return serve
