@@ -2,115 +2,78 @@
 
     python -m tests.loadgen_cost          # wants a machine of two cores on which nothing else runs
 
-A sink in a process and on a core of its own writes prepared bytes to sockets: first as fast as they
-are taken, then one event per stream each PERIOD, stamped with the time of its write. The client
-reads it as it reads any server; beside it a loop of bare sockets reads the same, and what the
-client has more is what it adds.
+A sink in C, on a core of its own, writes prepared bytes to sockets: first as fast as they are
+taken, then one event per stream each PERIOD, stamped with the time of its write. The client reads
+it as it reads any server; in turns with it a loop of bare sockets reads the same, and what the
+client has more is what it adds. (A sink in Python, tried before, was late itself by 2 to 5 ms at
+p99 by its own timers, and that fell on whoever read.)
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import contextlib
 import os
 import re
 import selectors
 import socket
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import TypeVar
+from collections.abc import Iterator
+from pathlib import Path
 
 from specserve_loadgen.prompts import load_prompts
 from specserve_loadgen.run import run_load
 from specserve_loadgen.settings import ClosedLoop, Settings
 from specserve_loadgen.stats import distribution
 
-T = TypeVar("T")
-
 NUM_STREAMS = 64
 NUM_EVENTS = 2500  # per stream, as fast as they are taken
+NUM_ROUNDS = 4
 NUM_PACED = 300  # per stream, one each PERIOD
 PERIOD = 0.02  # seconds: 3,200 events/s in all
 STAMP = re.compile(rb'"token_ids":\[(\d+)\]')
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+# As long as a chat chunk of a real server.
+EVENT = (
+    b'data: {"id":"chatcmpl-0123456789abcdef01234567","object":"chat.completion.chunk",'
+    b'"created":1700000000,"model":"demo","choices":[{"index":0,"delta":{"content":" word"},'
+    b'"logprobs":null,"finish_reason":null,"token_ids":[STAMP]}],"usage":{"prompt_tokens":9,'
+    b'"completion_tokens":1,"total_tokens":10}}\n\n'
+)
 DONE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1}}\n\ndata: [DONE]\n\n'
-
-
-def microseconds() -> int:
-    """On the clock that all processes of this machine share."""
-    return round(time.perf_counter() * 1e6)
-
-
-def event(stamp: int) -> bytes:
-    """As long as a chat chunk of a real server."""
-    return (
-        b'data: {"id":"chatcmpl-0123456789abcdef01234567","object":"chat.completion.chunk",'
-        b'"created":1700000000,"model":"demo","choices":[{"index":0,"delta":{"content":" word"},'
-        b'"logprobs":null,"finish_reason":null,"token_ids":[%d]}],"usage":{"prompt_tokens":9,'
-        b'"completion_tokens":1,"total_tokens":10}}\n\n' % stamp
-    )
 
 
 # ---- the sink ----------------------------------------------------------------------------------
 
 
-def sink(ports: Connection, is_paced: bool) -> None:
-    os.sched_setaffinity(0, {1})
-    asyncio.run(_serve(ports, is_paced))
+def built_sink(folder: Path) -> Path:
+    """The server in loadgen_sink.c, compiled."""
+    program = folder / "sink"
+    source = Path(__file__).with_name("loadgen_sink.c")
+    subprocess.run(["cc", "-O2", "-D_GNU_SOURCE", "-o", program, source], check=True)
+    return program
 
 
-async def _serve(ports: Connection, is_paced: bool) -> None:
-    num_open, all_open = 0, asyncio.Event()
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal num_open
-        head = await reader.readuntil(b"\r\n\r\n")
-        if head.startswith(b"POST"):
-            num_open += 1
-            place = num_open
-            if num_open == NUM_STREAMS:
-                all_open.set()
-            writer.write(HEAD)
-            await all_open.wait()
-            await (_paced(writer, place) if is_paced else _full(writer))
-            writer.write(DONE)
-        else:
-            body = b'{"data":[{"id":"demo"}]}'
-            writer.write(
-                b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 24\r\n\r\n" + body
-            )
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    ports.send(server.sockets[0].getsockname()[1])
-    await server.serve_forever()
-
-
-async def _full(writer: asyncio.StreamWriter) -> None:
-    data = event(microseconds())
-    for _ in range(NUM_EVENTS):
-        writer.write(data)
-        await writer.drain()
-
-
-async def _paced(writer: asyncio.StreamWriter, place: int) -> None:
-    zero = time.perf_counter() + PERIOD * place / NUM_STREAMS
-    for idx in range(NUM_PACED):
-        await asyncio.sleep(max(0.0, zero + idx * PERIOD - time.perf_counter()))
-        writer.write(event(microseconds()))
-
-
-def with_sink(measure: Callable[[int], T], *, is_paced: bool) -> T:
-    receiving, sending = multiprocessing.Pipe()
-    process = multiprocessing.Process(target=sink, args=(sending, is_paced), daemon=True)
-    process.start()
-    try:
-        return measure(receiving.recv())
-    finally:
-        process.kill()
-        process.join()
+@contextlib.contextmanager
+def serving(
+    program: Path, num_events: int, period: float = 0.0, spread: float = 0.0
+) -> Iterator[int]:
+    """Its port. period: seconds between the events of a stream, 0: as fast as they are taken;
+    spread: seconds over which the events of all streams are spread, 0: all at once"""
+    before, after = EVENT.split(b"STAMP")
+    numbers = NUM_STREAMS, num_events, round(period * 1e6), round(spread * 1e6)
+    arguments = [*map(str, numbers), before, after, DONE]
+    with subprocess.Popen(
+        [program, *arguments],
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: os.sched_setaffinity(0, {1}),
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
 
 
 # ---- the readers -------------------------------------------------------------------------------
@@ -168,20 +131,49 @@ def bare_sockets(port: int) -> list[float]:
     return latencies
 
 
+def shown(name: str, seconds: list[float]) -> str:
+    seen = distribution(seconds)
+    assert seen is not None
+    cells = "  ".join(f"{q} {getattr(seen, q) * 1e3:.3f}" for q in ("p50", "p90", "p99"))
+    return f"  {name:14}{cells}  worst {seen.max * 1e3:.1f}  n {seen.count}"
+
+
+def p99(seconds: list[float]) -> float:
+    seen = distribution(seconds)
+    assert seen is not None
+    return seen.p99
+
+
+def added_latency(sink: Path, spread: float) -> None:
+    bare: list[float] = []
+    ours: list[float] = []
+    added = []
+    for _ in range(NUM_ROUNDS):  # in turns: what the machine does meets both
+        with serving(sink, NUM_PACED, PERIOD, spread) as port:
+            alone = bare_sockets(port)
+        with serving(sink, NUM_PACED, PERIOD, spread) as port:
+            read = client(port)[3]
+        added.append((p99(read) - p99(alone)) * 1e3)
+        bare, ours = bare + alone, ours + read
+    print(shown("bare sockets", bare))
+    print(shown("client", ours))
+    print("  added at p99, by round: " + "  ".join(f"{one:.3f}" for one in added))
+    print(f"  added at p99, all rounds: {(p99(ours) - p99(bare)) * 1e3:.3f}", flush=True)
+
+
 def main() -> None:
     os.sched_setaffinity(0, {0})
-    num_events, wall, cpu, _ = with_sink(client, is_paced=False)
-    print(f"{num_events} events in {wall:.2f} s: {num_events / wall:,.0f} events/s on one core")
-    print(f"{num_events / cpu:,.0f} events per second of CPU time")
-    bare = distribution(with_sink(bare_sockets, is_paced=True))
-    ours = distribution(with_sink(client, is_paced=True)[3])
-    assert bare is not None
-    assert ours is not None
-    print(f"{NUM_STREAMS} streams, an event each {PERIOD * 1e3:g} ms; write to read, ms:")
-    for name, seen in (("bare sockets", bare), ("client", ours)):
-        cells = "  ".join(f"{q} {getattr(seen, q) * 1e3:.3f}" for q in ("p50", "p90", "p99"))
-        print(f"  {name:14}{cells}  n {seen.count}")
-    print(f"  added at p99: {(ours.p99 - bare.p99) * 1e3:.3f} ms")
+    with tempfile.TemporaryDirectory() as folder:
+        sink = built_sink(Path(folder))
+        for _ in range(NUM_ROUNDS):
+            with serving(sink, NUM_EVENTS) as port:
+                count, wall, cpu, _ = client(port)
+            print(f"{count / wall:,.0f} events/s on one core, {count / cpu:,.0f} per CPU second")
+        print(f"{NUM_STREAMS} streams, an event each {PERIOD * 1e3:g} ms; write to read, ms")
+        print("all streams at once, as the steps of a server end:")
+        added_latency(sink, 0.0)
+        print("evenly spread:")
+        added_latency(sink, PERIOD)
 
 
 if __name__ == "__main__":

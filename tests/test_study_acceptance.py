@@ -7,6 +7,7 @@ import csv
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -232,6 +233,45 @@ async def test_a_server_that_fails_half_way_leaves_a_report_of_what_was_complete
     assert (
         "10 prompts of " in page
     )  # 6 requests before, then whole blocks of 5 by 2 arms: 2 of them
+
+
+async def test_a_study_that_was_stopped_goes_on_behind_its_last_whole_block(tmp_path: Path) -> None:
+    server, kept = StudyServer(flat_or_falling), tmp_path / "blocks"
+    async with serving(server.app()) as url:
+        whole = Plan(
+            target=Target(url=url, max_tokens=60),
+            arms=(OFF, Arm("flat:3", "flat", 3)),
+            per_category=1,
+            block_size=3,
+        )
+        piece = msgspec.structs.replace(whole, seconds=1e-9)
+        at_once = await run_acceptance(whole, lambda line: None)
+        first = await run_acceptance(piece, lambda line: None, resume=kept)
+        kept.write_bytes(
+            kept.read_bytes() + b'{"seconds":3.5,"runs":['
+        )  # power failed while it wrote
+        second = await run_acceptance(piece, lambda line: None, resume=kept)
+        last = await run_acceptance(whole, lambda line: None, resume=kept)
+        asked_before = len(server.bodies)
+        again = await run_acceptance(whole, lambda line: None, resume=kept)
+        assert len(server.bodies) == asked_before  # nothing is left to ask
+        other = msgspec.structs.replace(whole, block_size=4)
+        with pytest.raises(LoadgenError, match=f"--resume {kept}: another study was begun there"):
+            await run_acceptance(other, lambda line: None, resume=kept)
+    assert [first.num_asked, second.num_asked, last.num_asked] == [3, 6, last.num_prompts]
+    assert first.seconds < second.seconds < last.seconds == again.seconds
+    assert [cell.summary for cell in last.cells] == [cell.summary for cell in at_once.cells]
+    assert again.cells == last.cells
+
+
+def test_a_file_that_holds_no_blocks_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes").write_text("no study\n")
+    arguments = ["acceptance", "--resume", str(tmp_path / "notes")]
+    assert main(arguments) == 2
+    assert f"--resume {tmp_path / 'notes'}: another study" in capsys.readouterr().err
+    assert (tmp_path / "notes").read_text() == "no study\n"
 
 
 @pytest.mark.parametrize("text", ["suffix", "suffix:0", ":3", "suffix:x", "suffix:3@law"])

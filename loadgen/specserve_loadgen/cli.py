@@ -21,10 +21,14 @@ from specserve_loadgen.options import (
     settings_from,
 )
 from specserve_loadgen.peers import add_peers_arguments, run_peers
+from specserve_loadgen.prompt import Prompt
 from specserve_loadgen.prompt_sets import prompts_for
 from specserve_loadgen.render import render
 from specserve_loadgen.report import make_report, to_json
+from specserve_loadgen.reports.files import Outputs, show
 from specserve_loadgen.run import run_load
+from specserve_loadgen.settings import Settings
+from specserve_loadgen.sweep import run_sweep
 
 EXIT_OK, EXIT_FAILURES, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -57,6 +61,8 @@ def _run(options: argparse.Namespace) -> int:
     json_file: Path | None = options.json
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise LoadgenError(f"--json {json_file}: its folder does not exist")
+    if options.sweep is not None:
+        return _run_sweep(options, settings, prompts)
     result = asyncio.run(
         run_load(
             settings,
@@ -75,6 +81,17 @@ def _run(options: argparse.Namespace) -> int:
     if report.interrupted:
         return EXIT_INTERRUPTED
     return EXIT_FAILURES if report.num_failed else EXIT_OK
+
+
+def _run_sweep(options: argparse.Namespace, settings: Settings, prompts: Sequence[Prompt]) -> int:
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    sweep = asyncio.run(run_sweep(settings, options.sweep, prompts, say, options.api_key))
+    show(sweep, Outputs(options.json, None, None))
+    if sweep.interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_FAILURES if any(level.num_failed for level in sweep.levels) else EXIT_OK
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -26,6 +26,7 @@ REQUEST_FIELDS: dict[str, dict[str, object]] = {
     "SGLang": {"return_spec_tokens_details": True},
 }
 UNKNOWN = "unknown"
+KNOW_CACHE_SALTS = (OURS, "vLLM")  # `cache_salt`: requests of another one share no cached prefix
 
 
 def engine_of(owned_by: str | None) -> str:

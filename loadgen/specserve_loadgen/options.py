@@ -188,6 +188,15 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         metavar="SPEED",
         help="at the times of the trace in --prompts, SPEED times as fast; default 1",
     )
+    pace.add_argument(
+        "--sweep",
+        type=POSITIVE_INT,
+        nargs="?",
+        const=256,
+        metavar="MOST",
+        help="closed loops of 1, 2, 4, ... users, MOST at most (256), until more users bring less "
+        "than 5 %% more tokens/s; the length below is each level's",
+    )
     group.add_argument(
         "--arrivals",
         choices=("poisson", "constant", "gamma"),

@@ -24,6 +24,7 @@ from specserve_loadgen.reports.document import Document
 from specserve_loadgen.reports.html import render_html
 from specserve_loadgen.reports.load import load_document, load_measurements
 from specserve_loadgen.reports.measurements import Measurement, to_csv
+from specserve_loadgen.reports.sweep import sweep_document, sweep_measurements
 from specserve_loadgen.reports.text import render_text
 from specserve_loadgen.studies.ab import SCHEMA as AB
 from specserve_loadgen.studies.ab import AbStudy
@@ -33,8 +34,10 @@ from specserve_loadgen.studies.capacity import SCHEMA as CAPACITY
 from specserve_loadgen.studies.capacity import CapacityStudy
 from specserve_loadgen.studies.lossless import SCHEMA as LOSSLESS
 from specserve_loadgen.studies.lossless import LosslessStudy
+from specserve_loadgen.sweep import SCHEMA as SWEEP
+from specserve_loadgen.sweep import Sweep
 
-Shown = AcceptanceStudy | AbStudy | LosslessStudy | CapacityStudy | Report
+Shown = AcceptanceStudy | AbStudy | LosslessStudy | CapacityStudy | Report | Sweep
 
 
 class Shape(NamedTuple):
@@ -49,6 +52,7 @@ SHAPES = {
     LOSSLESS: Shape(LosslessStudy, lossless_document, lossless_measurements),
     CAPACITY: Shape(CapacityStudy, capacity_document, capacity_measurements),
     LOAD: Shape(Report, load_document, load_measurements),
+    SWEEP: Shape(Sweep, sweep_document, sweep_measurements),
 }
 
 

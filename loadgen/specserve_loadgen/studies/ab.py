@@ -18,8 +18,9 @@ from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.intervals import Interval, paired_ratio_interval
 from specserve_loadgen.prompts import Prompt
 from specserve_loadgen.records import RequestRecord
-from specserve_loadgen.report import Environment, environment
+from specserve_loadgen.report import environment
 from specserve_loadgen.studies.arms import Arm
+from specserve_loadgen.studies.base import Study
 from specserve_loadgen.studies.cells import BlockRun, Cell, Target, blocks_of, check_arms, run_block
 from specserve_loadgen.studies.difference import Difference, compare
 from specserve_loadgen.studies.summary import Summary, summarise
@@ -62,14 +63,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     b_over_a: Interval | None
 
 
-class AbStudy(msgspec.Struct, frozen=True, kw_only=True):
-    schema: str
-    started_at: float
-    seconds: float
-    environment: Environment
-    plan: Plan
-    model: str
-    server_version: str | None
+class AbStudy(Study[Plan], frozen=True, kw_only=True):
     num_blocks: int
     num_requests: int  # of each side
     interrupted: bool

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
+from pathlib import Path
 
 import msgspec
 
@@ -22,8 +23,9 @@ from specserve_loadgen.intervals import (
 )
 from specserve_loadgen.prompts import Prompt
 from specserve_loadgen.records import RequestRecord
-from specserve_loadgen.report import Environment, environment
+from specserve_loadgen.report import environment
 from specserve_loadgen.studies.arms import OFF, Arm
+from specserve_loadgen.studies.base import Study
 from specserve_loadgen.studies.cells import (
     BlockRun,
     Cell,
@@ -36,6 +38,7 @@ from specserve_loadgen.studies.cells import (
     run_block,
     study_requests,
 )
+from specserve_loadgen.studies.resume import BlockFile, FinishedBlock
 from specserve_loadgen.studies.summary import Summary, by_category, by_context, summarise
 from specserve_loadgen.studies.watch import KWindow, Watch, watching
 
@@ -94,14 +97,7 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     phases: dict[str, float]
 
 
-class AcceptanceStudy(msgspec.Struct, frozen=True, kw_only=True):
-    schema: str
-    started_at: float  # time.time()
-    seconds: float
-    environment: Environment
-    plan: Plan
-    model: str
-    server_version: str | None
+class AcceptanceStudy(Study[Plan], frozen=True, kw_only=True):
     num_prompts: int  # that there were
     num_asked: int  # that every arm was asked
     interrupted: bool
@@ -112,55 +108,103 @@ class AcceptanceStudy(msgspec.Struct, frozen=True, kw_only=True):
     failure: str | None = None  # the request that ended it early; what is here came before
 
 
-async def run_acceptance(
-    plan: Plan, say: Callable[[str], None], api_key: str | None = None
-) -> AcceptanceStudy:
-    """Ctrl-C, or the end of its seconds, ends it after the blocks that are complete."""
-    prompts = chosen_prompts(plan.prompts_file, plan.categories, plan.per_category)
-    started_at, began = time.time(), time.perf_counter()
-    await check_arms(plan.target, plan.arms, prompts, api_key)
+class _Progress(msgspec.Struct):
+    """What is through so far, and why it went no further. One writer: `run_acceptance`."""
+
     runs: list[BlockRun] = []
-    interrupted = False
+    windows: list[KWindow] = []
+    num_asked: int = 0
+    seconds: float = 0.0  # in all, of earlier calls too
+    interrupted: bool = False
     failure: str | None = None
+
+    def add(self, block: FinishedBlock, num_prompts: int) -> None:
+        self.runs += block.runs
+        self.windows += block.windows
+        self.seconds = block.seconds
+        self.num_asked += num_prompts
+
+
+async def run_acceptance(
+    plan: Plan,
+    say: Callable[[str], None],
+    api_key: str | None = None,
+    resume: Path | None = None,
+) -> AcceptanceStudy:
+    """Ctrl-C, or the end of its seconds, ends it after the blocks that are complete.
+
+    resume: where finished blocks are kept; those that are there already are not asked again
+    """
+    prompts = chosen_prompts(plan.prompts_file, plan.categories, plan.per_category)
     blocks = blocks_of(prompts, plan.block_size)
-    num_asked = 0
-    async with watching(plan.target.url, api_key) as watch:
-        await _warm_up(plan, blocks[0], api_key)
-        for block_idx, block in enumerate(blocks):
-            if runs and plan.seconds is not None and time.perf_counter() - began > plan.seconds:
-                break
-            try:
-                found = await _run_all(plan, block_idx, block, num_asked, watch, api_key)
-            except LoadgenError as error:
-                if not runs:
-                    raise
-                failure = str(error)  # what is complete is worth showing
-                break
-            if any(run.interrupted for run in found):
-                interrupted = True
-                break
-            runs += found
-            num_asked += len(block)
-            say(f"{num_asked} of {len(prompts)} prompts, {time.perf_counter() - began:.0f} s")
-    if not runs:
+    started_at = time.time()
+    kept = BlockFile(resume, msgspec.structs.replace(plan, seconds=None), prompts)
+    done = _Progress()
+    finished = kept.read()
+    for block, through in zip(blocks, finished, strict=False):
+        done.add(through, len(block))
+    if len(finished) < len(blocks):
+        await check_arms(plan.target, plan.arms, prompts, api_key)
+        await _ask(plan, blocks, len(finished), done, kept, say, api_key)
+    if not done.runs:
         raise LoadgenError("stopped before one block of prompts was through: nothing to report")
     return AcceptanceStudy(
         schema=SCHEMA,
         started_at=started_at,
-        seconds=time.perf_counter() - began,
+        seconds=done.seconds,
         environment=environment(),
         plan=plan,
-        model=runs[0].model,
-        server_version=runs[0].server_version,
+        model=done.runs[0].model,
+        server_version=done.runs[0].server_version,
         num_prompts=len(prompts),
-        num_asked=num_asked,
-        interrupted=interrupted,
-        cells=tuple(_results(plan, runs)),
-        windows=tuple(watch.windows),
-        requests=tuple(row for run in runs for row in study_requests(run, _baseline(run, runs))),
-        notes=tuple(_notes(plan, runs, watch, num_asked, len(prompts))),
-        failure=failure,
+        num_asked=done.num_asked,
+        interrupted=done.interrupted,
+        cells=tuple(_results(plan, done.runs)),
+        windows=tuple(done.windows),
+        requests=tuple(
+            row for run in done.runs for row in study_requests(run, _baseline(run, done.runs))
+        ),
+        notes=tuple(_notes(plan, done, len(prompts))),
+        failure=done.failure,
     )
+
+
+async def _ask(
+    plan: Plan,
+    blocks: Sequence[Sequence[Prompt]],
+    first_block: int,
+    done: _Progress,
+    kept: BlockFile,
+    say: Callable[[str], None],
+    api_key: str | None,
+) -> None:
+    """Every block from the first that is not through, until the end or what comes before it."""
+    num_prompts = sum(len(block) for block in blocks)
+    before, began = done.seconds, time.perf_counter()
+    async with watching(plan.target.url, api_key, since=before) as watch:
+        await _warm_up(plan, blocks[0], api_key)
+        for block_idx, block in list(enumerate(blocks))[first_block:]:
+            spent = time.perf_counter() - began
+            if block_idx > first_block and plan.seconds is not None and spent > plan.seconds:
+                break
+            try:
+                found = await _run_all(plan, block_idx, block, done.num_asked, watch, api_key)
+            except LoadgenError as error:
+                if not done.runs:
+                    raise
+                done.failure = str(error)  # what is complete is worth showing
+                break
+            if any(run.interrupted for run in found):
+                done.interrupted = True
+                break
+            through = FinishedBlock(
+                seconds=before + time.perf_counter() - began,
+                runs=tuple(found),
+                windows=tuple(watch.take_windows()),
+            )
+            kept.add(through)
+            done.add(through, len(block))
+            say(f"{done.num_asked} of {num_prompts} prompts, {done.seconds:.0f} s")
 
 
 async def _warm_up(plan: Plan, block: Sequence[Prompt], api_key: str | None) -> None:
@@ -254,19 +298,19 @@ def _pooled_itl(records: Sequence[RequestRecord]) -> Interval | None:
     return ratio_interval([sum(values) for values in gaps], [len(values) for values in gaps])
 
 
-def _notes(
-    plan: Plan, runs: Sequence[BlockRun], watch: Watch, num_asked: int, num_prompts: int
-) -> list[str]:
+def _notes(plan: Plan, done: _Progress, num_prompts: int) -> list[str]:
     notes = []
-    if num_asked < num_prompts:
-        notes.append(f"stopped after {num_asked} of {num_prompts} prompts; every arm had the same")
-    if not any(run.phases for run in runs):
+    if done.num_asked < num_prompts:
+        notes.append(
+            f"stopped after {done.num_asked} of {num_prompts} prompts; every arm had the same"
+        )
+    if not any(run.phases for run in done.runs):
         notes.append("the server tells no step phases (/metrics): where its time went is unknown")
-    if not watch.windows:
+    if not done.windows:
         notes.append("the server tells no events (/specserve/events): K over time is unknown")
     if OFF not in plan.arms:
         notes.append("no arm without speculation: no speed-up, and texts were not compared")
-    spec = [r.speculative for run in runs for r in run.records if r.speculative is not None]
+    spec = [r.speculative for run in done.runs for r in run.records if r.speculative is not None]
     if not spec:
         notes.append("the replies carry no speculation metrics: acceptance is unknown")
     elif any(s.per_step_drafted is None for s in spec):

@@ -21,11 +21,12 @@ from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.goodput import broken_limits, goodput
 from specserve_loadgen.intervals import Interval, mean_interval, quantile_interval
 from specserve_loadgen.prompts import Prompt
-from specserve_loadgen.report import Environment, environment
+from specserve_loadgen.report import environment
 from specserve_loadgen.run import RunResult, run_load
 from specserve_loadgen.settings import OpenLoop, Settings, Slo
 from specserve_loadgen.stats import percentile
 from specserve_loadgen.studies.arms import Arm
+from specserve_loadgen.studies.base import Study
 from specserve_loadgen.studies.cells import Cell, Target, block_settings
 
 SCHEMA: Final = "specserve.study.capacity/1"
@@ -64,17 +65,10 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     late_seconds: float  # of this client itself, p99
 
 
-class CapacityStudy(msgspec.Struct, frozen=True, kw_only=True):
+class CapacityStudy(Study[Plan], frozen=True, kw_only=True):
     """capacity: the highest rate that held; None: not even the lowest tried; first_failing: the
     lowest rate that did not; None: every rate held"""
 
-    schema: str
-    started_at: float
-    seconds: float
-    environment: Environment
-    plan: Plan
-    model: str
-    server_version: str | None
     capacity: float | None
     first_failing: float | None
     interrupted: bool

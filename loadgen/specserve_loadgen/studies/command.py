@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -99,6 +100,12 @@ def _add_acceptance(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=POSITIVE, metavar="S", help="begin no block after S seconds"
     )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="keep finished blocks there; with the same options again, go on behind them",
+    )
     add_output_options(parser)
 
 
@@ -119,7 +126,7 @@ def _run_acceptance(options: argparse.Namespace) -> int:
         block_size=options.block or max(4, 2 * max(concurrencies)),
         seconds=options.seconds,
     )
-    study = asyncio.run(run_acceptance(plan, _say, options.api_key))
+    study = asyncio.run(run_acceptance(plan, _say, options.api_key, options.resume))
     show(study, outputs)
     if study.interrupted:
         return EXIT_INTERRUPTED

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.prompts import Prompt
 from specserve_loadgen.records import RequestRecord
-from specserve_loadgen.report import Environment, environment
+from specserve_loadgen.report import environment
 from specserve_loadgen.studies.arms import OFF, Arm
+from specserve_loadgen.studies.base import Study
 from specserve_loadgen.studies.cells import Cell, Target, check_arms, run_block
 from specserve_loadgen.studies.difference import Difference, compare
 
@@ -78,14 +79,7 @@ class Law(msgspec.Struct, frozen=True, kw_only=True):
         return self.control_p_value < 0.05
 
 
-class LosslessStudy(msgspec.Struct, frozen=True, kw_only=True):
-    schema: str
-    started_at: float
-    seconds: float
-    environment: Environment
-    plan: Plan
-    model: str
-    server_version: str | None
+class LosslessStudy(Study[Plan], frozen=True, kw_only=True):
     identities: tuple[Identity, ...]
     laws: tuple[Law, ...]
 

@@ -31,12 +31,12 @@ class KWindow(msgspec.Struct, frozen=True):
 
 
 class Watch:
-    """`label` is whoever is asked now; `windows` grows while the server tells."""
+    """`label` is whoever is asked now. since: seconds that the study has taken before"""
 
-    def __init__(self) -> None:
+    def __init__(self, since: float = 0.0) -> None:
         self.label = ""
-        self.windows: list[KWindow] = []
-        self._zero = time.perf_counter()
+        self._windows: list[KWindow] = []
+        self._zero = time.perf_counter() - since
         self._label_before = ""  # of the window before: one that spans two labels is of neither
 
     def take(self, data: bytes) -> None:
@@ -49,13 +49,18 @@ class Watch:
         if num_rows and self.label and not spans:
             mean_k = sum(k * count for k, count in enumerate(window.rows_by_k)) / num_rows
             seconds = time.perf_counter() - self._zero
-            self.windows.append(KWindow(seconds, self.label, num_rows, mean_k))
+            self._windows.append(KWindow(seconds, self.label, num_rows, mean_k))
+
+    def take_windows(self) -> list[KWindow]:
+        """Those that the server told since the last call."""
+        taken, self._windows = self._windows, []
+        return taken
 
 
 @contextlib.asynccontextmanager
-async def watching(url: str, api_key: str | None) -> AsyncIterator[Watch]:
+async def watching(url: str, api_key: str | None, since: float = 0.0) -> AsyncIterator[Watch]:
     """No events, or none any more, is no error: the page then says that K was not told."""
-    watch = Watch()
+    watch = Watch(since)
     task = asyncio.create_task(_listen(url, api_key, watch))
     try:
         yield watch
