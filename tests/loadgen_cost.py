@@ -81,14 +81,6 @@ def serving(
 
 def client(port: int) -> tuple[int, float, float, list[float]]:
     """(events, wall seconds, CPU seconds, seconds from each event's write to its record)"""
-    first: list[float] = []
-
-    def clock() -> float:
-        now = time.perf_counter()
-        if not first:
-            first.append(now)  # the run's zero: its first reading
-        return now
-
     settings = Settings(
         url=f"http://127.0.0.1:{port}",
         load=ClosedLoop(NUM_STREAMS),
@@ -97,7 +89,7 @@ def client(port: int) -> tuple[int, float, float, list[float]]:
     )
     prompts = load_prompts(None)
     wall, cpu = time.perf_counter(), time.process_time()
-    result = asyncio.run(run_load(settings, prompts, clock=clock))
+    result = asyncio.run(run_load(settings, prompts))
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     latencies = []
     for record in result.records:
@@ -106,7 +98,7 @@ def client(port: int) -> tuple[int, float, float, list[float]]:
         assert record.output.token_ids is not None
         stamps = record.output.token_ids
         for chunk, stamp in zip(record.chunks, stamps, strict=True):
-            latencies.append(first[0] + chunk.seconds - stamp / 1e6)
+            latencies.append(result.clock_zero + chunk.seconds - stamp / 1e6)
     return len(latencies), wall, cpu, latencies
 
 

@@ -124,6 +124,17 @@ def test_whatever_a_prompt_file_calls_its_categories_stays_text() -> None:
     assert "<script" not in plot + page
 
 
+def test_names_too_long_to_stand_side_by_side_are_slanted_and_whole() -> None:
+    kinds = ("translation", "summarization", "humanities", "extraction") * 3
+    points = tuple(svg.Point(at, 1.0) for at in range(len(kinds)))
+    axes = svg.Axes(x_label="kind", y_label="y", x_names=kinds)
+    plot = svg.grouped([svg.Series("one", points, 0)], axes, "by kind")
+    assert plot.count("rotate(-35)") == len(kinds)
+    assert plot.count(">summarization<") == 3
+    few = svg.Axes(x_label="kind", y_label="y", x_names=kinds[:3])
+    assert "rotate(-35)" not in svg.grouped([svg.Series("one", points[:3], 0)], few, "by kind")
+
+
 def test_an_estimate_without_an_interval_says_so() -> None:
     assert with_interval(Interval(1.234, 1.1, 1.4, 9)) == "1.23 [1.10, 1.40]"
     assert with_interval(Interval(1.234, None, None, 3)) == "1.23 [too few]"
@@ -151,10 +162,13 @@ def test_the_page_opens_offline_in_a_real_browser_in_light_and_dark(tmp_path: Pa
             # Every mark of every plot lies inside its frame, and the page never scrolls sideways.
             assert page.evaluate(_MARKS_OUTSIDE) == 0
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            assert page.evaluate(_TABLES_CUT) == 0  # 1280 pixels show all choices whole
             assert page.evaluate("getComputedStyle(document.body).color") == inks[scheme]
             context.close()
 
 
+_TABLES_CUT = """() => [...document.querySelectorAll('section:first-of-type .scroll')]
+  .filter(box => box.scrollWidth > box.clientWidth).length"""
 _MARKS_OUTSIDE = """() => [...document.querySelectorAll('figure > svg')].flatMap(plot => {
   const frame = plot.getBoundingClientRect();
   return [...plot.querySelectorAll('.mark, .area, .bar, text')].filter(mark => {

@@ -1,7 +1,7 @@
 """The HTTP side: one session, one method per thing asked of the server.
 
 A request's clock starts before its connection is made: a user waits for that too. One reading of
-the clock per socket read; all events of a read arrived together.
+the clock per socket read, by the socket; all events of a read arrived together.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from specserve_loadgen.records import Failure, RequestRecord, Turn
 from specserve_loadgen.reply import Reply
 from specserve_loadgen.settings import Settings
 from specserve_loadgen.sse import SseParser
+from specserve_loadgen.timed_socket import TimedSockets
 from specserve_loadgen.wire import ModelList, Version, http_error_message
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -81,7 +82,8 @@ class Client:
     def __init__(self, settings: Settings, api_key: str | None, clock: Callable[[], float]) -> None:
         self._settings = settings
         self._clock = clock
-        self._zero = 0.0
+        self.zero = 0.0  # the clock's reading at 0 s
+        self._sockets = TimedSockets(clock)
         self._model = ""
         self.engine = UNKNOWN  # until `find_model`
         self._headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
@@ -89,7 +91,10 @@ class Client:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # the load decides, not the pool
+            connector=aiohttp.TCPConnector(
+                limit=0,  # the load decides, not the pool
+                socket_factory=self._sockets.make,
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=self._auth,
             timeout=aiohttp.ClientTimeout(
@@ -108,11 +113,11 @@ class Client:
 
     def start_clock(self) -> None:
         """Make this moment 0 s: the measured load begins."""
-        self._zero = self._clock()
+        self.zero = self._clock()
 
     def now(self) -> float:
         """Seconds on the run's clock."""
-        return self._clock() - self._zero
+        return self._clock() - self.zero
 
     async def find_model(self) -> str:
         """The model that `send` asks for, and proof that a server is there. LoadgenError."""
@@ -215,8 +220,10 @@ class Client:
                 found = response.content_type
                 return Failure(kind="not_a_stream", message=f"the reply's content type is {found}")
             parser = SseParser()
+            source = self._sockets.behind(response)
             async for data in response.content.iter_any():
-                now = self.now()
+                read_at = None if source is None else source.read_at
+                now = self.now() if read_at is None else read_at - self.zero
                 for event in parser.feed(data):
                     if failure := reply.on_event(event, now):
                         return failure

@@ -36,6 +36,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     loop_lags: tuple[float, ...]  # seconds by which this client's own event loop was late
     num_failed_warmups: int
     interrupted: bool
+    clock_zero: float = 0.0  # the clock's reading at 0 s
 
 
 async def run_load(
@@ -79,6 +80,7 @@ async def run_load(
         loop_lags=tuple(lags),
         num_failed_warmups=num_failed_warmups,
         interrupted=interrupted,
+        clock_zero=client.zero,
     )
 
 

@@ -85,6 +85,8 @@ async def run_sweep(
             break
         levels.append(_level(asked, users, result))
         say(describe(levels[-1]))
+        if levels[-1].num_failed == levels[-1].num_requests:
+            break  # more users will not help it
         users *= 2
     if result is None or not levels:
         raise LoadgenError("stopped before one level was measured: nothing to report")
@@ -178,7 +180,8 @@ def busy_speed(records: Sequence[RequestRecord]) -> Interval | None:
 def describe(level: SweepLevel) -> str:
     failed = f", {level.num_failed} failed" if level.num_failed else ""
     shown = "?" if level.tokens_per_second is None else f"{_speed(level):.1f}"
-    return f"{level.users} users: {shown} output tokens/s{failed}"
+    who = "1 user" if level.users == 1 else f"{level.users} users"
+    return f"{who}: {shown} output tokens/s{failed}"
 
 
 def _notes(levels: Sequence[SweepLevel], engine: str) -> list[str]:

@@ -37,7 +37,9 @@ from specserve_loadgen.studies.summary import Summary
 
 def acceptance_document(study: AcceptanceStudy) -> Document:
     sections = [
-        Section("All choices at a glance", _OVERVIEW, tables=(overview(study),)),
+        Section(
+            "All choices at a glance", _OVERVIEW, tables=(accepted_table(study), speed_table(study))
+        ),
         by_position(study),
         runs(study),
         by_category(study),
@@ -49,7 +51,7 @@ def acceptance_document(study: AcceptanceStudy) -> Document:
         k_over_time(study),
     ]
     return Document(
-        title=f"How often are guesses right? {study.model}",
+        title=f"How often are guesses right? Model: {study.model}",
         lead=tuple(_lead(study)),
         sections=tuple(section for section in sections if section is not None),
         facts=tuple(_facts(study)),
@@ -60,43 +62,61 @@ def acceptance_document(study: AcceptanceStudy) -> Document:
 _OVERVIEW = (
     "Speculation lets a cheap guesser propose the next K tokens; the model then checks all of "
     "them in one step, keeps those that are right and adds one of its own. Each row is one way of "
-    "guessing.\nAccepted length: tokens that one checking step gives, the model's own token "
-    "included: 1 would be no gain. Accepted: the share of guesses that were right. Speed-up: "
-    "output tokens per second over those without speculation, on the same prompts. In brackets: "
-    "the 95 % interval, from drawing requests (for speeds: blocks of requests) again and again; "
-    "two numbers whose intervals are far apart differ for certain, two that overlap widely may "
-    "not differ at all."
+    "guessing. NAME:K is a guesser and how many tokens it proposes at most: suffix and ngram look "
+    "up what followed the same words before, other names are small models that were trained to "
+    "guess. auto: the server chooses. off: no speculation.\n"
+    "Accepted length: tokens that one checking step gives, the model's own token included: 1 "
+    "would be no gain. Accepted: the share of guesses that were right; wasted: how many were not. "
+    "Tokens/step: over all steps, also those in which the guesser had nothing to propose. Other "
+    "text: replies that are not, token for token, the ones without speculation.\n"
+    "Speed-up: output tokens per second over those without speculation, on the same prompts; below "
+    "1 speculation made it slower. TTFT: from sending to the first text. ITL: between two tokens. "
+    "In brackets: the 95 % interval, from drawing requests (for speeds: blocks of requests) again "
+    "and again; two numbers whose intervals are far apart differ for certain, two that overlap "
+    "widely may not differ at all."
 )
+_LABELS = ("choice", "temperature", "users")
 
 
-def overview(study: AcceptanceStudy) -> Table:
-    return Table(
-        (
-            "choice", "T", "users", "requests", "tokens/s", "speed-up", "accepted length",
-            "accepted %", "tokens/step", "guesses wasted", "TTFT p50 ms", "ITL ms/token",
-            "other text",
-        ),
-        tuple(_overview_row(cell) for cell in study.cells),
+def accepted_table(study: AcceptanceStudy) -> Table:
+    head = (
+        *_LABELS, "requests", "accepted length", "accepted %", "tokens/step", "guesses wasted",
+        "other text",
     )  # fmt: skip
+    rows = []
+    for cell in study.cells:
+        s = cell.summary
+        rows.append(
+            (
+                *_labels(cell),
+                str(s.num_requests),
+                with_interval(s.mean_acceptance_length),
+                share(s.acceptance_rate),
+                with_interval(s.tokens_per_step),
+                str(s.num_wasted_draft_tokens) if s.num_draft_tokens else MISSING,
+                MISSING if cell.num_different is None else str(cell.num_different),
+            )
+        )
+    return Table(head, tuple(rows))
 
 
-def _overview_row(cell: CellResult) -> tuple[str, ...]:
-    s = cell.summary
-    return (
-        cell.arm.name,
-        temperature_text(cell.temperature),
-        str(cell.concurrency),
-        str(s.num_requests),
-        with_interval(cell.tokens_per_second, 1),
-        "1 (baseline)" if cell.arm == OFF else with_interval(cell.speed_up),
-        with_interval(s.mean_acceptance_length),
-        share(s.acceptance_rate),
-        with_interval(s.tokens_per_step),
-        str(s.num_wasted_draft_tokens) if s.num_draft_tokens else MISSING,
-        milliseconds(cell.ttft_p50),
-        milliseconds(cell.itl, 2),
-        MISSING if cell.num_different is None else str(cell.num_different),
+def speed_table(study: AcceptanceStudy) -> Table:
+    head = (*_LABELS, "tokens/s", "speed-up", "TTFT p50 ms", "ITL ms/token")
+    rows = tuple(
+        (
+            *_labels(cell),
+            with_interval(cell.tokens_per_second, 1),
+            "1 (baseline)" if cell.arm == OFF else with_interval(cell.speed_up),
+            milliseconds(cell.ttft_p50),
+            milliseconds(cell.itl, 2),
+        )
+        for cell in study.cells
     )
+    return Table(head, rows)
+
+
+def _labels(cell: CellResult) -> tuple[str, str, str]:
+    return cell.arm.name, temperature_text(cell.temperature), str(cell.concurrency)
 
 
 def _lead(study: AcceptanceStudy) -> list[str]:
@@ -110,17 +130,16 @@ def _lead(study: AcceptanceStudy) -> list[str]:
     if guessing:
         best = max(guessing, key=lambda c: _estimate(c.summary.mean_acceptance_length))
         lines.append(
-            f"Longest accepted runs: {best.arm.name} at temperature "
-            f"{temperature_text(best.temperature)}, "
+            f"Longest accepted runs: {_where(best)}, "
             f"{with_interval(best.summary.mean_acceptance_length)} tokens per checking step."
         )
-    if rated := [c for c in study.cells if c.speed_up is not None]:
-        best = max(rated, key=lambda c: _estimate(c.speed_up))
+        most = max(guessing, key=lambda c: _estimate(c.summary.tokens_per_step))
         lines.append(
-            f"Fastest: {best.arm.name} with {users(best.concurrency)} at once at temperature "
-            f"{temperature_text(best.temperature)}, {with_interval(best.speed_up)} times the "
-            "tokens per second of no speculation."
+            f"Fewest steps: {_where(most)}, {with_interval(most.summary.tokens_per_step)} tokens "
+            "per step, steps without guesses counted too."
         )
+    if rated := [c for c in study.cells if c.speed_up is not None]:
+        lines.append(_fastest(max(rated, key=lambda c: _estimate(c.speed_up))))
     compared = [c for c in study.cells if c.num_different is not None]
     if compared:
         different = sum(c.num_different or 0 for c in compared)
@@ -131,6 +150,22 @@ def _lead(study: AcceptanceStudy) -> list[str]:
             else f"{different} of {count} replies differ from the ones without speculation."
         )
     return lines
+
+
+def _where(cell: CellResult) -> str:
+    return f"{cell.arm.name} at temperature {temperature_text(cell.temperature)}"
+
+
+def _fastest(best: CellResult) -> str:
+    gain = best.speed_up
+    found = (
+        f"{best.arm.name} with {users(best.concurrency)} at once at temperature "
+        f"{temperature_text(best.temperature)}, {with_interval(gain)} times the tokens per second "
+        "of no speculation"
+    )
+    if gain is None or gain.low is None or gain.low <= 1:
+        return f"No choice was shown to be faster than no speculation. The best: {found}."
+    return f"Fastest: {found}."
 
 
 def _estimate(interval: Interval | None) -> float:

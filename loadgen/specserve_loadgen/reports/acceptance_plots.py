@@ -116,16 +116,19 @@ def runs(study: AcceptanceStudy) -> Section | None:
     return Section("How long accepted runs are", text, tuple(figures)) if figures else None
 
 
+_FEW = "Thin bars: 95 % intervals; where there is none, there were too few requests to tell."
+
+
 def by_category(study: AcceptanceStudy) -> Section | None:
     text = (
         "Tokens per checking step, by kind of prompt. Text that repeats its prompt (copying, "
-        "summarising, translating) is easier to guess than free writing."
+        "summarising, translating) is easier to guess than free writing. " + _FEW
     )
     return _groups(study, "By kind of prompt", text, "kind of prompt", lambda c: c.categories)
 
 
 def by_context(study: AcceptanceStudy) -> Section | None:
-    text = "Tokens per checking step, by the length of the prompt in tokens."
+    text = "Tokens per checking step, by the length of the prompt in tokens. " + _FEW
     return _groups(study, "By length of the prompt", text, "prompt tokens", lambda c: c.contexts)
 
 

@@ -16,6 +16,7 @@ WIDTH: Final = 560
 HEIGHT: Final = 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 12, 44
 NUM_COLOURS: Final = 8
+SLANTED: Final = 46  # more height where names of places are too long to stand side by side
 _DASHES: Final = ("", "6 3", "2 3", "8 3 2 3")
 
 
@@ -59,6 +60,16 @@ class _Frame:
         highest = [value for p in points for value in (p.y, p.high, axes.reference) if value]
         top = max(highest, default=1.0)
         self.y_low, self.y_high = axes.y_range or (0.0, top * 1.06 or 1.0)
+
+    @property
+    def slants(self) -> bool:
+        names = self.axes.x_names
+        return len(names) * max(map(len, names), default=0) > 80
+
+    @property
+    def height(self) -> int:
+        """Of the whole plot."""
+        return HEIGHT + SLANTED * self.slants
 
     def _wide(self, low: float, high: float) -> tuple[float, float]:
         if self.axes.x_is_log:
@@ -106,7 +117,7 @@ def lines(series: Sequence[Series], axes: Axes, title: str) -> str:
         parts.append(f'<path class="line {_class(style)}"{_dash(style)} d="{path}"/>')
         parts += [_bar(frame, x, p, style) for x, _, p in at]
         parts += [_marker(x, y, style, _tip(one.name, p, axes)) for x, y, p in at]
-    return _svg(parts, title) + _legend([(one.name, one.style) for one in series])
+    return _svg(frame, parts, title) + _legend([(one.name, one.style) for one in series])
 
 
 def curves(series: Sequence[Series], axes: Axes, title: str) -> str:
@@ -122,7 +133,7 @@ def curves(series: Sequence[Series], axes: Axes, title: str) -> str:
         name = f"<title>{escape(one.name)}</title>"
         style = f'class="line {_class(one.style)}"{_dash(one.style)}'
         parts.append(f'<path {style} d="{path}">{name}</path>')
-    return _svg(parts, title) + _legend([(one.name, one.style) for one in series])
+    return _svg(frame, parts, title) + _legend([(one.name, one.style) for one in series])
 
 
 def stacked(
@@ -142,7 +153,9 @@ def stacked(
             tip = f"{name}, {parts_of[idx]}: {value:.3g} {axes.y_label}"
             drawn.append(_rect(frame.x(at) - width / 2, y, width, bottom - y, idx, tip))
             below += value
-    return _svg(drawn, title) + _legend([(name, idx) for idx, name in enumerate(parts_of)])
+    return _svg(frame, drawn, title) + _legend(
+        [(name, idx) for idx, name in enumerate(parts_of)], _box
+    )
 
 
 def grouped(series: Sequence[Series], axes: Axes, title: str) -> str:
@@ -158,7 +171,7 @@ def grouped(series: Sequence[Series], axes: Axes, title: str) -> str:
             tip = _tip(one.name, p, axes)
             parts.append(_rect(x, y, max(1.0, width - 1), frame.y(0) - y, one.style, tip))
             parts.append(_bar(frame, x + width / 2, p, None))
-    return _svg(parts, title) + _legend([(one.name, one.style) for one in series])
+    return _svg(frame, parts, title) + _legend([(one.name, one.style) for one in series], _box)
 
 
 def ecdf(values: Sequence[float], most: int = 120) -> tuple[Point, ...]:
@@ -174,22 +187,31 @@ def ecdf(values: Sequence[float], most: int = 120) -> tuple[Point, ...]:
 # ---- parts -------------------------------------------------------------------------------------
 
 
-def _svg(parts: Sequence[str], title: str) -> str:
+def _svg(frame: _Frame, parts: Sequence[str], title: str) -> str:
     inner = "".join(part for part in parts if part)
     name = escape(title, quote=True)
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">'
+        f'<svg viewBox="0 0 {WIDTH} {frame.height}" role="img" aria-label="{name}">'
         f"<title>{name}</title>{inner}</svg>"
     )
 
 
-def _legend(names: Sequence[tuple[str, int]]) -> str:
+def _legend(names: Sequence[tuple[str, int]], sample: Callable[[int], str] | None = None) -> str:
+    """sample: of a style, 34 by 12; None: its line"""
+    drawn = _line if sample is None else sample
     items = [
-        f'<li><svg viewBox="0 0 34 12" aria-hidden="true"><path class="line {_class(idx)}"'
-        f'{_dash(idx)} d="M0 6H34"/>{_marker(17, 6, idx, "")}</svg>{escape(name)}</li>'
+        f'<li><svg viewBox="0 0 34 12" aria-hidden="true">{drawn(idx)}</svg>{escape(name)}</li>'
         for name, idx in names
     ]
     return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _line(idx: int) -> str:
+    return f'<path class="line {_class(idx)}"{_dash(idx)} d="M0 6H34"/>{_marker(17, 6, idx, "")}'
+
+
+def _box(idx: int) -> str:
+    return f'<rect class="area {_class(idx)}" x="11" width="12" height="12"/>'
 
 
 def _grid(frame: _Frame) -> str:
@@ -202,22 +224,21 @@ def _grid(frame: _Frame) -> str:
             f'<text x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{_short(value)}</text>'
         )
     ticks = frame.x_ticks()
-    longest = max((len(name) for _, name in ticks), default=0)
-    rows = 2 if len(ticks) * longest > 80 else 1  # names that would touch stand in two rows
     every = -(-len(ticks) // 16)
-    for at, (value, name) in enumerate(ticks):
-        x = frame.x(value)
-        if at % every == 0:
-            place = f'x="{x:.1f}" y="{bottom + 15 + at // every % rows * 12}"'
-            shown = name if rows == 1 or len(name) <= 12 else name[:11] + "…"
-            drawn.append(f'<text {place} text-anchor="middle">{escape(shown)}</text>')
+    for value, name in ticks[::every]:
+        place = f'x="{frame.x(value):.1f}" y="{bottom + 15}" text-anchor="middle"'
+        if frame.slants:
+            place = f'transform="translate({frame.x(value) + 5:.1f} {bottom + 13}) rotate(-35)" '
+            place += 'text-anchor="end"'
+        shown = name if len(name) <= 17 else name[:16] + "…"
+        drawn.append(f"<text {place}>{escape(shown)}</text>")
     if frame.axes.reference is not None:
         y = frame.y(frame.axes.reference)
         drawn.append(f'<path class="reference" d="M{LEFT} {y:.1f}H{right}"/>')
     middle = (TOP + bottom) / 2
     drawn += [
         f'<path class="axis" d="M{LEFT} {TOP}V{bottom}H{right}"/>',
-        f'<text class="label" x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 4}" '
+        f'<text class="label" x="{(LEFT + right) / 2:.0f}" y="{frame.height - 4}" '
         f'text-anchor="middle">{escape(frame.axes.x_label)}</text>',
         f'<text class="label" transform="translate(14 {middle:.0f}) rotate(-90)" '
         f'text-anchor="middle">{escape(frame.axes.y_label)}</text>',
