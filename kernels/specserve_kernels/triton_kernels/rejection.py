@@ -103,6 +103,18 @@ def _drawn_from(probs_ptr, drawn, width, ids):
 
 
 @triton.jit
+def _load_row(row, logits_ptr, row_stride, temperatures_ptr, cut_weights_ptr, cut_last_ids_ptr,
+              edit_starts_ptr, bests_ptr):  # fmt: skip
+    """Where a row's logits and edits are, and what its law follows from besides."""
+    first_edit = tl.load(edit_starts_ptr + row)
+    num_edits = tl.load(edit_starts_ptr + row + 1) - first_edit
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    best, temperature = tl.load(bests_ptr + row), tl.load(temperatures_ptr + row)
+    cut_weight, cut_last_id = tl.load(cut_weights_ptr + row), tl.load(cut_last_ids_ptr + row)
+    return row_ptr, first_edit, num_edits, best, temperature, cut_weight, cut_last_id
+
+
+@triton.jit
 def law_kernel(
     logits_ptr, row_stride, num_tokens, temperatures_ptr, cut_weights_ptr, cut_last_ids_ptr,
     edit_starts_ptr, edit_ids_ptr, edit_values_ptr, choices_ptr, bests_ptr,
@@ -114,11 +126,10 @@ def law_kernel(
     choice, guess = tl.load(choices_ptr + row), tl.load(guesses_ptr + row)
     if choice < 0:
         return
-    first_edit = tl.load(edit_starts_ptr + row)
-    num_edits = tl.load(edit_starts_ptr + row + 1) - first_edit
-    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
-    best, temperature = tl.load(bests_ptr + row), tl.load(temperatures_ptr + row)
-    cut_weight, cut_last_id = tl.load(cut_weights_ptr + row), tl.load(cut_last_ids_ptr + row)
+    row_ptr, first_edit, num_edits, best, temperature, cut_weight, cut_last_id = _load_row(
+        row, logits_ptr, row_stride, temperatures_ptr, cut_weights_ptr, cut_last_ids_ptr,
+        edit_starts_ptr, bests_ptr,
+    )  # fmt: skip
     total, of_guess = tl.full((), 0, tl.float64), tl.full((), 0, tl.float64)
     for start in range(0, num_tokens + num_edits, CHUNK):
         x, ids = tokens_of(row_ptr, num_tokens, edit_ids_ptr, edit_values_ptr, first_edit,
@@ -168,11 +179,10 @@ def left_kernel(
             weight = accept_weight(weight, laws_ptr, before)
     if choice < 0:
         return
-    first_edit = tl.load(edit_starts_ptr + row)
-    num_edits = tl.load(edit_starts_ptr + row + 1) - first_edit
-    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
-    best, temperature = tl.load(bests_ptr + row), tl.load(temperatures_ptr + row)
-    cut_weight, cut_last_id = tl.load(cut_weights_ptr + row), tl.load(cut_last_ids_ptr + row)
+    row_ptr, first_edit, num_edits, best, temperature, cut_weight, cut_last_id = _load_row(
+        row, logits_ptr, row_stride, temperatures_ptr, cut_weights_ptr, cut_last_ids_ptr,
+        edit_starts_ptr, bests_ptr,
+    )  # fmt: skip
     total, mass = tl.load(laws_ptr + 4 * row), tl.load(laws_ptr + 4 * row + 3)
     drawn = tl.where(is_drawn(laws_ptr, row), tl.load(drawn_ptr + row), -1)
     remaining = tl.full((), 0, tl.float64)
@@ -213,11 +223,10 @@ def last_kernel(
     row = tl.load(rows_ptr + seq)
     if row < 0:
         return
-    first_edit = tl.load(edit_starts_ptr + row)
-    num_edits = tl.load(edit_starts_ptr + row + 1) - first_edit
-    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
-    best, temperature = tl.load(bests_ptr + row), tl.load(temperatures_ptr + row)
-    cut_weight, cut_last_id = tl.load(cut_weights_ptr + row), tl.load(cut_last_ids_ptr + row)
+    row_ptr, first_edit, num_edits, best, temperature, cut_weight, cut_last_id = _load_row(
+        row, logits_ptr, row_stride, temperatures_ptr, cut_weights_ptr, cut_last_ids_ptr,
+        edit_starts_ptr, bests_ptr,
+    )  # fmt: skip
     choice, guess = tl.load(choices_ptr + row), tl.load(guesses_ptr + row)
     total, mass = tl.load(laws_ptr + 4 * row), tl.load(laws_ptr + 4 * row + 3)
     remaining, weight = tl.load(left_ptr + 2 * row), tl.load(left_ptr + 2 * row + 1)
