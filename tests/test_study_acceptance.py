@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import json
+import time
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from specserve_loadgen.reports.command import main as report_main
 from specserve_loadgen.reports.files import document_of, measurements_of, read_report
 from specserve_loadgen.reports.html import render_html
 from specserve_loadgen.reports.text import render_text
+from specserve_loadgen.studies import cells
 from specserve_loadgen.studies.acceptance import AcceptanceStudy, Plan, run_acceptance
 from specserve_loadgen.studies.arms import OFF, Arm, parse_arm, parse_arms
 from specserve_loadgen.studies.cells import Target
@@ -262,6 +264,23 @@ async def test_a_study_that_was_stopped_goes_on_behind_its_last_whole_block(tmp_
     assert first.seconds < second.seconds < last.seconds == again.seconds
     assert [cell.summary for cell in last.cells] == [cell.summary for cell in at_once.cells]
     assert again.cells == last.cells
+
+
+async def test_a_block_in_which_the_machine_slept_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cells, "STANDSTILL_SECONDS", 0.5)
+
+    def sleeps(one: Asked) -> None:
+        if len(server.bodies) == 7:  # the first behind two checks and four for warming up
+            time.sleep(0.7)  # the whole process, as when a laptop's lid is closed
+
+    server = StudyServer(flat_or_falling, on_request=sleeps)
+    study = await a_study(server, "flat:3", per_category=1, block_size=3, seconds=1e-9)
+    first = [body for body in server.bodies[6:] if body["speculation"]["drafter"] == "none"]  # type: ignore[index]
+    assert len(first) >= 6  # a busy machine may have stood still more often
+    assert len({str(body["cache_salt"]) for body in first}) == len(first)
+    assert [cell.summary.num_requests for cell in study.cells] == [3, 3]
 
 
 def test_a_file_that_holds_no_blocks_is_named(

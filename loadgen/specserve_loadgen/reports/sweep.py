@@ -23,9 +23,14 @@ from specserve_loadgen.sweep import Sweep, SweepLevel
 
 def sweep_document(sweep: Sweep) -> Document:
     names = tuple(str(level.users) for level in sweep.levels)
-    head = ("users", "requests", "failed", "tokens/s", "per user", "TTFT p50 ms", "TTFT p99 ms",
-            "ITL ms/token", "good %")  # fmt: skip
-    table = Table(head, tuple(_row(level) for level in sweep.levels))
+    head = [
+        "users", "requests", "failed", "tokens/s", "per user", "TTFT p50 ms", "TTFT p99 ms",
+        "ITL ms/token",
+    ]  # fmt: skip
+    if sweep.settings.slo is not None:
+        head.append("good %")
+    rows = tuple(_row(level)[: len(head)] for level in sweep.levels)
+    table = Table(tuple(head), rows)
     figures = (
         Figure("Output tokens per second by users", _speeds(sweep, names), table),
         Figure("Time to the first token by users", _waits(sweep, names)),
@@ -33,8 +38,9 @@ def sweep_document(sweep: Sweep) -> Document:
     text = (
         "Each user sends one request, waits for its end, and sends the next. Tokens per second are "
         "counted while every user was busy. A server is saturated where more users only wait "
-        "longer: the curve above is flat, the one below climbs. Intervals are 95 %: of speeds from "
-        "drawing ten slices of a level's time again, of the rest from drawing requests again."
+        "longer: speed is flat, waiting climbs. p99: what 99 of 100 stay below. Intervals are "
+        "95 %: of speeds from drawing ten slices of a level's time again, of the rest from drawing "
+        "requests again."
     )
     return Document(
         title=f"How many users saturate {sweep.model}?",

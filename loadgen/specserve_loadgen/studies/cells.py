@@ -19,11 +19,15 @@ from specserve_loadgen.client import Client
 from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.prompts import Prompt, load_prompts
 from specserve_loadgen.records import RequestRecord
-from specserve_loadgen.run import run_load
+from specserve_loadgen.run import RunResult, run_load
 from specserve_loadgen.settings import ClosedLoop, Endpoint, Settings
 from specserve_loadgen.studies.arms import Arm
 
 _PHASE = re.compile(r'^specserve_step_phase_seconds_sum\{phase="([a-z_]+)"\}[ \t]+(\S+)', re.M)
+
+
+MOST_ATTEMPTS = 3
+STANDSTILL_SECONDS = 2.0  # by which the client's own event loop was late
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,13 +133,33 @@ async def run_block(
 ) -> BlockRun:
     """LoadgenError when a request fails: a study compares answers, and a failure is none.
 
+    A block in which this client stood still (a laptop that slept, a process that was stopped) is
+    asked again: its times would be of the pause.
+
     first_idx: of the block's first prompt among all, so that a prompt's seed is the same in each
     arm; salt: tells runs of one block and arm apart
     """
-    settings = block_settings(target, arm, cell, block_idx, len(block), first_idx, salt)
-    before = await _phases(settings, api_key)
-    result = await run_load(settings, block, api_key=api_key)
-    after = await _phases(settings, api_key)
+    attempt = 0
+    while True:
+        attempt += 1
+        own_salt = f"{salt}again {attempt}" if attempt > 1 else salt
+        settings = block_settings(target, arm, cell, block_idx, len(block), first_idx, own_salt)
+        before = await _phases(settings, api_key)
+        result = await run_load(settings, block, api_key=api_key)
+        after = await _phases(settings, api_key)
+        stood_still = max(result.loop_lags, default=0.0) >= STANDSTILL_SECONDS
+        if result.interrupted or not stood_still or attempt == MOST_ATTEMPTS:
+            return _block_run(arm, cell, block_idx, result, before, after)
+
+
+def _block_run(
+    arm: Arm,
+    cell: Cell,
+    block_idx: int,
+    result: RunResult,
+    before: dict[str, float],
+    after: dict[str, float],
+) -> BlockRun:
     failed = [r for r in result.records if r.failure is not None and r.failure.kind != "cancelled"]
     if failed and failed[0].failure is not None:
         first = failed[0].failure
