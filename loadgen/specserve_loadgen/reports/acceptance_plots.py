@@ -41,7 +41,8 @@ def by_position(study: AcceptanceStudy) -> Section | None:
         "look worse than they are.)\nConditional: of the guesses whose predecessors were all "
         "right, how many were right. A flat line means that every further guess is as good as the "
         "last.\nMarginal: of all guesses made at that place, how many were kept; it falls, since "
-        "one wrong guess loses all behind it. Vertical bars: 95 % intervals."
+        "one wrong guess loses all behind it, and rises where a guesser goes so far only when it "
+        "is sure. Vertical bars: 95 % intervals."
     )
     return Section("Acceptance by position", text, tuple(figures))
 
