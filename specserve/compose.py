@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,18 +16,21 @@ from specserve.drafting import Drafter
 from specserve.engine import Engine
 from specserve.errors import ConfigError
 from specserve.gpu.device_memory import device_budget, peak_while
+from specserve.kv_cache import KVCache
 from specserve.loading import (
     NATIVE_DTYPES,
     AnyDecoder,
     LoadedModel,
     Say,
     check_backend,
+    check_kv_cache_dtype,
     choose_dtype,
     load_model,
     use_threads,
 )
 from specserve.measuring import measure_profile
 from specserve.memory import GIB, MemoryReport, growth_while, physical_memory, plan_memory
+from specserve.models.interface import ChainGrower
 from specserve.models.native import NativeDecoder
 from specserve.options import EngineOptions
 from specserve.runner import ModelRunner
@@ -35,7 +38,7 @@ from specserve.scheduler import MAX_SCORED_TOKENS
 from specserve.speculation.costs import UNMEASURED
 from specserve.speculation.recording import Recording
 from specserve.speculation.speculator import Speculator
-from specserve.targets import make_target, measurable, measure_steps
+from specserve.targets import make_chains, make_target, measurable, measure_chains, measure_steps
 from specserve.tokenizer import check_same_vocabulary
 from specserve_drafts import DRAFTERS, DrafterResources, parse_drafter_spec
 from specserve_drafts.head_files import Head, NativeForm, TargetParts
@@ -82,7 +85,11 @@ def build_engine(
     check_options(options)
     use_threads(options.threads)
     dtype = choose_dtype(options.dtype, options.backend, options.device)
-    target = load_model(options.model, dtype, options.backend, say, device=options.device)
+    target = load_model(
+        *(options.model, dtype, options.backend, say),
+        device=options.device,
+        kv_cache_dtype=options.kv_cache_dtype,
+    )
     drafts = load_draft_models(options, target, say)
     parts = _parts_for_heads(options, target)
     heads = load_heads(drafter_specs(options), parts, vocab_size=target.vocab_size)
@@ -148,6 +155,7 @@ def check_options(options: EngineOptions) -> None:
         if name in MODEL_DRAFTERS and not argument:
             raise ConfigError(f"--drafters {name} needs a model: {name}:PATH")
     check_backend(options.backend, options.device)
+    check_kv_cache_dtype(options.kv_cache_dtype, options.backend, options.device)
 
 
 def load_draft_models(
@@ -160,7 +168,11 @@ def load_draft_models(
         if name not in MODEL_DRAFTERS:
             continue
         assert argument  # check_options
-        draft = load_model(argument, dtype, options.backend, say, device=options.device)
+        draft = load_model(
+            *(argument, dtype, options.backend, say),
+            device=options.device,
+            kv_cache_dtype=options.kv_cache_dtype,
+        )
         check_same_vocabulary(target.tokenizer, draft.tokenizer)
         loaded[argument] = draft.decoder
     return loaded
@@ -191,14 +203,29 @@ def _make_drafters(
             argument=argument,
             vocab_size=target.vocab_size,
             model=drafts.get(argument or ""),
+            chains=_chains_of(config, target, drafts.get(argument or "")),
             max_positions=_max_positions(drafts.get(argument or "")),
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             target=target.parts,
             head=heads.get(name),
         )
-        drafters[name] = DRAFTERS[name](resources)
+        try:
+            drafters[name] = DRAFTERS[name](resources)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the GPU has no room for drafter {name} and its {config.num_blocks} KV blocks "
+                f"({error}): lower --gpu-memory-utilization or --kv-cache-gb, or free the GPU"
+            ) from error
     return drafters
+
+
+def _chains_of(
+    config: EngineConfig, target: LoadedModel, draft: AnyDecoder | None
+) -> Callable[[KVCache], ChainGrower] | None:
+    if draft is None or not target.uses_triton:  # one --device for both
+        return None
+    return make_chains(config, draft, target.vocab_size)
 
 
 def _default_drafter(options: EngineOptions) -> str:
@@ -250,7 +277,13 @@ def _plan_blocks(
     models = [target.decoder, *drafts.values()]
     activation = sum(measure_activation(model, options) for model in drafts.values())
     if options.device == "cuda":  # graphs and the sampler's buffers live there, too
-        activation += measure_steps(_smallest_config(options, target), target)
+        smallest = _smallest_config(options, target)
+        activation += measure_steps(smallest, target)
+        activation += sum(
+            measure_chains(smallest, drafts[argument or ""], target.vocab_size)
+            for name, argument in drafter_specs(options)
+            if name == "draft_model"
+        )
     else:
         activation += measure_activation(target.decoder, options)
     kv_limit = options.kv_cache_gb

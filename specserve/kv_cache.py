@@ -44,5 +44,7 @@ class KVCache:
         source = torch.tensor(list(source_slots), dtype=torch.int64, device=self.keys.device)
         target = torch.tensor(list(target_slots), dtype=torch.int64, device=self.keys.device)
         for tensor in (self.keys, self.values):
+            if tensor.dtype.itemsize == 1:  # torch indexes no fp8
+                tensor = tensor.view(torch.uint8)
             flat: Tensor = tensor.view(layers, num_blocks * block_size, kv_heads, head_dim)
             flat[:, target] = flat[:, source]

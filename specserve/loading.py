@@ -42,6 +42,8 @@ DTYPES = {
 }
 NATIVE_DTYPES: dict[str, NativeDtype] = {"int8": "int8", "bf16": "bf16", "fp32": "fp32"}
 
+_FIRST_WITH_FP8 = 8, 9  # Triton converts float8_e4m3fn there
+
 AnyDecoder: TypeAlias = "Decoder | NativeDecoder | TritonDecoder"
 Say = Callable[[str], None]
 
@@ -73,9 +75,15 @@ class LoadedModel(msgspec.Struct, frozen=True):
 
 
 def load_model(
-    name: str, dtype: str, backend: str, say: Say, *, device: str = "cpu"
+    name: str,
+    dtype: str,
+    backend: str,
+    say: Say,
+    *,
+    device: str = "cpu",
+    kv_cache_dtype: str = "auto",
 ) -> LoadedModel:
-    """name: as --model; dtype: a key of DTYPES; backend, device: as the options, checked before.
+    """name: as --model; dtype: a key of DTYPES; the rest as the options, checked before.
 
     Says what is loaded and with which kernels. ModelError or ConfigError say what to change.
     """
@@ -87,7 +95,7 @@ def load_model(
     config = parse_model_config(read_config(path))
     decoder: AnyDecoder
     if chosen == TRITON:
-        decoder = _on_device(config, path, dtype, device)
+        decoder = _on_device(config, path, dtype, device, kv_cache_dtype)
         say(f"weights on {device}: {decoder.weight_bytes() / MIB:.0f} MiB")
     elif chosen == NATIVE:
         packed = packed_weights(path, config, NATIVE_DTYPES[dtype], say)
@@ -146,12 +154,34 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _on_device(config: ModelConfig, path: Path, dtype: str, device: str) -> TritonDecoder:
+def check_kv_cache_dtype(name: str, backend: str, device: str) -> None:
+    """ConfigError where nothing here can read and write a KV pool of --kv-cache-dtype."""
+    if name == "auto":
+        return
+    if choose_backend(backend, device) != TRITON:
+        raise ConfigError(
+            f"--kv-cache-dtype {name} needs Triton's kernels: choose --device cuda, or auto"
+        )
+    if device == "cuda" and torch.cuda.get_device_capability() < _FIRST_WITH_FP8:
+        major, minor = torch.cuda.get_device_capability()
+        raise ConfigError(
+            f"--kv-cache-dtype {name} needs a GPU of compute capability 8.9 or above, this one has "
+            f"{major}.{minor}: choose auto"
+        )
+
+
+def _on_device(
+    config: ModelConfig, path: Path, dtype: str, device: str, kv_cache_dtype: str
+) -> TritonDecoder:
     from specserve.gpu.decoder import TritonDecoder  # needs triton
 
     try:
         return TritonDecoder(
-            config, load_weights(path), dtype=DTYPES[dtype], device=torch.device(device)
+            config,
+            load_weights(path),
+            dtype=DTYPES[dtype],
+            device=torch.device(device),
+            kv_dtype=torch.float8_e4m3fn if kv_cache_dtype == "fp8" else None,
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(

@@ -30,6 +30,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     draft_dtype: Annotated[
         DType, _help("the same, for drafters that are models, and for eagle3 heads")
     ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        _help("of the KV pool: auto: as the weights; fp8: e4m3, half of bf16's bytes, GPUs only"),
+    ] = "auto"
     device: Annotated[
         Literal["cpu", "cuda"],
         _help("where models run; cuda: on a GPU, with Triton kernels; heads stay on the CPU"),

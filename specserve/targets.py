@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -9,11 +10,14 @@ import torch
 from specserve.config import EngineConfig
 from specserve.errors import ConfigError
 from specserve.gpu.device_memory import peak_while
+from specserve.kv_cache import KVCache
 from specserve.loading import LoadedModel
 from specserve.measuring import Measurable
+from specserve.models.interface import CausalLM, ChainGrower
 from specserve.target import HostTarget, Target
 
 if TYPE_CHECKING:
+    from specserve.gpu.chain import DeviceChains
     from specserve.gpu.decoder import TritonDecoder
     from specserve.gpu.target import DeviceTarget
 
@@ -29,6 +33,35 @@ def make_target(config: EngineConfig, loaded: LoadedModel) -> Target:
         vocab_size=loaded.vocab_size,
         hidden_size=loaded.decoder.config.hidden_size,
     )
+
+
+def make_chains(
+    config: EngineConfig, decoder: CausalLM, vocab_size: int
+) -> Callable[[KVCache], ChainGrower]:
+    """What grows a draft model's chains on the device that it is on; it must be a TritonDecoder.
+
+    vocab_size: of the target
+    """
+    from specserve.gpu.chain import DeviceChains  # needs triton
+
+    return lambda kv_cache: DeviceChains(
+        cast("TritonDecoder", decoder),
+        kv_cache,
+        vocab_size=vocab_size,
+        max_sequences=config.max_num_seqs,
+        max_guesses=max(1, config.max_draft_tokens),
+        max_model_len=config.max_model_len,
+    )
+
+
+def measure_chains(config: EngineConfig, decoder: CausalLM, vocab_size: int) -> int:
+    """Bytes of a GPU that the largest step of chains takes, choices and graph included."""
+
+    def work() -> None:
+        cache = decoder.new_kv_cache(1, config.block_size)
+        cast("DeviceChains", make_chains(config, decoder, vocab_size)(cache)).run_largest()
+
+    return peak_while(work)
 
 
 def measurable(loaded: LoadedModel) -> Measurable:

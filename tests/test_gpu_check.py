@@ -7,20 +7,25 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 
+from specserve_kernels.gpu_check import __main__ as script
 from specserve_kernels.gpu_check import report
+from specserve_kernels.gpu_check.__main__ import limits
 from specserve_kernels.gpu_check.report import Correct, Report, Speed, Step, as_json, table
 from tests.interpreted_triton import ON_DEVICES, reachable
 
-from specserve_kernels.gpu_check.correctness import CHECKS, TINY  # isort: skip (needs triton)
+from specserve_kernels.gpu_check.correctness import CHECKS, TINY, Sizes  # isort: skip (needs triton)
 from specserve_kernels.gpu_check.decoder import check_replay  # isort: skip
 from specserve_kernels.gpu_check.paged import PAGED_CHECKS  # isort: skip
-from specserve_kernels.gpu_check import speeds, steps  # isort: skip
+from specserve_kernels.gpu_check import correctness, decoder, paged  # isort: skip
+from specserve_kernels.gpu_check import speeds, steps, timing  # isort: skip
+from specserve_kernels.gpu_check.compiling import compile_ahead, compile_in_processes  # isort: skip
 from specserve_kernels.triton_kernels import compaction, norms, reading  # isort: skip
 from specserve_kernels.triton_kernels.model_shapes import ModelShape  # isort: skip
 
@@ -91,6 +96,26 @@ def test_so_many_sets_of_data_are_gone_through_that_no_cache_holds_them() -> Non
     assert speeds.num_sets(40 << 20) * (40 << 20) >= 400 << 20
     assert speeds.num_sets(1 << 40) == 2
     assert speeds.num_sets(1) == 64
+
+
+def test_each_part_has_its_share_of_the_time_and_what_earlier_ones_leave() -> None:
+    assert limits(["speed", "correct", "step"], 100) == pytest.approx(
+        {"correct": 45, "speed": 75, "step": 100}
+    )
+    assert limits(["step"], 100) == {"step": 100}
+
+
+def test_kernels_are_compiled_ahead_in_processes_and_what_fails_there_is_only_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert compile_ahead(torch.device("cpu")) == []
+    assert compile_in_processes("sm_90", ("swiglu",), "Llama-3-8B", 100) == []
+    assert list(tmp_path.rglob("swiglu_kernel.cubin"))
+    [failed] = compile_in_processes("sm_90", ("swiglu",), "no such model", 100)
+    assert "compiling swiglu ahead" in failed
+    assert "no such model" in failed
 
 
 def run_check(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -195,3 +220,44 @@ def test_a_step_runs_draft_target_and_verdicts(
     )
     assert found[0].floor_microseconds == pytest.approx(big / 1e3)
     assert found[1].floor_microseconds == pytest.approx((big + 2 * small) / 1e3)
+
+
+@ON_DEVICES
+def test_the_whole_script_is_rehearsed_at_tiny_sizes(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the clock: options, parts, what raises, JSON, table and the exit code."""
+
+    def a_check(sizes: Sizes, device: torch.device) -> Iterator[Correct]:
+        yield Correct("engine", "replay", 1, 0, 0)
+        raise RuntimeError("out of luck")
+
+    shape = TINY_SHAPE
+    scale = speeds.Scale(shape, (1,), ((1, 20),), (1,), (3,), guesses=1)
+    plan = steps.Plan({"tiny": (shape, 1)}, (("tiny", "tiny"),), (1,), (0, 1), context=8)
+    monkeypatch.setattr(script, "why_not", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
+    monkeypatch.setattr(timing, "copy_bytes_per_s", lambda device: 1e12)
+    monkeypatch.setattr(correctness, "CHECKS", {"norms": CHECKS["norms"]})
+    monkeypatch.setattr(paged, "PAGED_CHECKS", {"swiglu": PAGED_CHECKS["swiglu"]})
+    monkeypatch.setattr(decoder, "check_replay", lambda sizes, device: iter(()))
+    monkeypatch.setattr(speeds, "SPEEDS", (speeds.elementwise_speeds, speeds.sampling_speeds))
+    monkeypatch.setattr(speeds, "num_sets", lambda num_bytes: 2)
+    for module in (speeds, steps):
+        monkeypatch.setattr(module, "median_microseconds", call_once)
+    said: list[str] = []
+    ended = script.main(
+        ["--json", str(tmp_path / "found.json"), "--seconds", "600"],
+        said.append,
+        more={"engine": a_check},
+        extent=script.Extent(TINY, scale, plan, torch.device(device)),
+    )
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert ended == 1
+    assert found["failures"] == ["engine raised RuntimeError: out of luck"]
+    assert {one["kernel"] for one in found["correct"]} == {"engine", "norms", "swiglu"}
+    kernels = {"norms", "rope_kv", "swiglu", "sampling + verification"}
+    assert {one["kernel"] for one in found["speeds"]} == kernels
+    assert [one["num_guesses"] for one in found["steps"]] == [0, 1, 0, 1]
+    assert found["skipped"] == []
+    assert "| tiny + tiny, exact replay | 1 | 0 |" in said[0]

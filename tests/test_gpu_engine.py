@@ -19,7 +19,9 @@ from torch import Tensor
 from specserve.config import EngineConfig
 from specserve.drafting import Drafter
 from specserve.llm import LLM
+from specserve.targets import make_chains
 from specserve.types import SamplingParams, Speculation, TokenChunk
+from specserve_drafts.draft_model import DraftModelDrafter
 from tests.engines import Served, serving
 from tests.guessers import make_guesser
 from tests.interpreted_triton import ON_DEVICES, WHY_NOT_CPU, reachable
@@ -36,9 +38,14 @@ PROMPTS = [[5, 9, 5, 9, 5], list(range(20, 29))]
 CONFIG = tiny_config(vocab=64, layers=2, hidden=32, heads=4, kv_heads=2)
 
 
-def triton_decoder(device: str) -> TritonDecoder:
-    weights = random_weights(CONFIG, seed=3)
-    return TritonDecoder(CONFIG, weights, dtype=torch.float32, device=torch.device(device))
+def triton_decoder(device: str, kv_dtype: torch.dtype | None = None) -> TritonDecoder:
+    return TritonDecoder(
+        CONFIG,
+        random_weights(CONFIG, seed=3),
+        dtype=torch.float32,
+        device=torch.device(device),
+        kv_dtype=kv_dtype,
+    )
 
 
 def a_config(*, chunk: int = 64, pool: int = 64) -> EngineConfig:
@@ -95,6 +102,14 @@ async def texts(
     drafters = {}
     if setting.guesser != "none":
         drafters = {setting.guesser: make_guesser(setting.guesser, decoder, truth, config)}
+    if setting.guesser == "draft_model":  # as a server makes it
+        drafters[setting.guesser] = DraftModelDrafter(
+            decoder,
+            vocab_size=CONFIG.vocab_size,
+            num_blocks=config.num_blocks,
+            block_size=BLOCK,
+            chains=make_chains(config, decoder, CONFIG.vocab_size),
+        )
     speculation = Speculation(
         drafter=setting.guesser,
         max_draft_tokens=setting.num_guesses,
@@ -131,6 +146,18 @@ async def test_text_is_the_same_with_and_without_guesses_in_any_batch(device: st
         if setting.guesser in ("oracle", "tree"):
             accepted = sum(c.stats.num_accepted_draft_tokens for c in chunks if c.stats)
             assert accepted >= 2, setting
+
+
+@ON_DEVICES
+async def test_text_is_the_same_with_and_without_guesses_where_kv_is_fp8(device: str) -> None:
+    """A tree, so that KV is moved as well; nothing but the last digits may be another's text."""
+    decoder = triton_decoder(device, torch.float8_e4m3fn)
+    params = SamplingParams(temperature=0.8, max_tokens=3)
+    plain = await texts(decoder, PLAIN, {}, params)
+    truth = {tuple(p): chunk.token_ids for p, chunk in zip(PROMPTS, plain, strict=True)}
+    found = await texts(decoder, Setting("tree", 4, width=2), truth, params)
+    assert [chunk.token_ids for chunk in found] == [chunk.token_ids for chunk in plain]
+    assert decoder.kv_bytes_per_token() * 4 == triton_decoder(device).kv_bytes_per_token()
 
 
 def test_llm_runs_on_the_kernels_and_says_the_same_as_with_the_reference(

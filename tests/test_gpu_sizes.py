@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from specserve.compose import check_options
 from specserve.drafting import Draft, chain
 from specserve.errors import ConfigError
-from specserve.gpu.device_memory import budget_of
+from specserve.gpu.device_memory import budget_of, peak_while
 from specserve.gpu.graphs import GraphedStep
 from specserve.gpu.sizes import Buckets, Geometry, StepSizes
 from specserve.gpu.staging import Staged
-from specserve.memory import GIB
+from specserve.memory import GIB, MIB
 from specserve.options import EngineOptions
 from specserve.packing import PackedStep, pack
 from specserve.types import RowPlan
@@ -131,6 +131,15 @@ def test_arrays_arrive_as_they_were_filled_each_at_a_multiple_of_16_bytes() -> N
     assert all((tensor.data_ptr() - base) % 16 == 0 for tensor in staged.tensors.values())
 
 
+def test_chains_are_padded_to_sizes_with_room_for_two_known_tokens_per_row() -> None:
+    buckets = Buckets(Geometry(tile_tokens=8, split=64, block_size=4), 6, 7, 100)
+    sizes = buckets.of_chains(3, 2, 2, 70)
+    assert (sizes.sequences, sizes.guesses, sizes.tokens, sizes.logits) == (4, 3, 8, 4)
+    assert (sizes.tiles, sizes.splits, sizes.table_width, sizes.path_width) == (4, 4, 64, 0)
+    assert buckets.of_chains(6, 7, 2, 400).sequences == 6
+    assert buckets.of_chains(6, 7, 2, 400).table_width == 100
+
+
 # ---- memory and its errors ---------------------------------------------------------------
 
 
@@ -150,6 +159,21 @@ def test_a_full_gpu_is_refused_with_what_is_on_it_and_the_way_out() -> None:
         budget_of(total=80 * GIB, free=4 * GIB, own=16 * GIB, utilization=0.9)
     with pytest.raises(ConfigError, match=r"--gpu-memory-utilization 0\.1 leaves nothing"):
         budget_of(total=80 * GIB, free=64 * GIB, own=16 * GIB, utilization=0.1)
+
+
+def test_a_step_that_does_not_fit_beside_the_weights_is_refused_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def largest_step() -> None:
+        raise torch.OutOfMemoryError("tried to allocate 3.00 GiB")
+
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 700 * MIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 750 * MIB)
+    with pytest.raises(ConfigError, match=r"700 MiB \(tried.*3\.00 GiB.*--max-num-batched-tokens"):
+        peak_while(largest_step)
+    assert peak_while(lambda: None) == 50 * MIB
 
 
 @pytest.mark.parametrize("value", [0.0, -0.5, 1.01, float("nan")])

@@ -21,11 +21,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from specserve import loading
+from specserve.compose import check_options
 from specserve.config import EngineConfig
 from specserve.drafting import NO_DRAFT, Draft, chain
 from specserve.errors import ConfigError, EngineError
-from specserve.loading import LoadedModel
+from specserve.kv_cache import KVCache
+from specserve.loading import LoadedModel, check_kv_cache_dtype
 from specserve.models.decoder import Decoder
+from specserve.options import EngineOptions
 from specserve.packing import pack
 from specserve.sampler import LogitsRow, edited
 from specserve.target import HostTarget, Judged, Target
@@ -81,6 +85,53 @@ def test_logits_are_those_of_the_reference(device: str, window: int | None) -> N
         found.append(torch.cat([logits, decoder.forward(ids, positions, then, cache, [0, 2])]))
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
     assert found[0].std() > 0.5
+
+
+@ON_DEVICES
+def test_an_fp8_kv_pool_costs_a_few_percent_of_the_logits(device: str) -> None:
+    """One forward over a prompt and one over its continuation, which reads the pool."""
+    found = []
+    for kv_dtype in (None, torch.float8_e4m3fn):
+        config = tiny_config(vocab=V, heads=4, kv_heads=2)
+        decoder = TritonDecoder(
+            *(config, random_weights(config, 3)),
+            dtype=torch.float32,
+            device=torch.device(device),
+            kv_dtype=kv_dtype,
+        )
+        cache = decoder.new_kv_cache(2, S)
+        first = PagedBatch((0, 5), (0,), ((0, 1),), (None,), S)
+        decoder.forward(torch.arange(5), torch.arange(5), first, cache, [])
+        then = PagedBatch((0, 1), (5,), ((0, 1),), (None,), S)
+        found.append(decoder.forward(torch.tensor([9]), torch.tensor([5]), then, cache, [0]))
+    error = (found[1] - found[0]).square().mean().sqrt() / found[0].std()
+    assert 1e-4 < float(error) < 0.1
+
+
+@pytest.mark.parametrize(("capability", "problem"), [((8, 0), "this one has 8.0"), ((9, 0), None)])
+def test_fp8_kv_is_refused_where_nothing_can_hold_it(
+    capability: tuple[int, int], problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 needs Triton's kernels"):
+        check_options(EngineOptions(kv_cache_dtype="fp8"))
+    monkeypatch.setattr(loading, "choose_backend", lambda backend, device: "triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if problem is None:
+        check_kv_cache_dtype("fp8", "auto", "cuda")
+    else:
+        with pytest.raises(ConfigError, match=problem):
+            check_kv_cache_dtype("fp8", "auto", "cuda")
+
+
+def test_slots_of_fp8_kv_can_be_moved() -> None:
+    cache = KVCache(
+        layers=1, num_blocks=2, block_size=2, kv_heads=1, head_dim=2,
+        dtype=torch.float8_e4m3fn,
+    )  # fmt: skip
+    cache.keys[0, 0, 1] = 1.5
+    cache.move([1], [2])
+    assert cache.keys.float()[0, 1, 0].tolist() == [[1.5, 1.5]]
+    assert cache.values.float().count_nonzero() == 0
 
 
 # ---- padding -----------------------------------------------------------------------------
@@ -305,7 +356,8 @@ def test_the_engines_check_passes_here(device: str, monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(compaction, "cache_addresses", watched)
         found = list(check_engine(replace(TINY, num_rows=2, context=32), torch.device(device)))
-    assert [(result.num_batches, result.worst) for result in found] == [(2, 0)] * 3
+    worst = [(result.num_batches, result.worst) for result in found]
+    assert worst == [(2, 0)] * 3
 
 
 @ON_DEVICES

@@ -6,12 +6,15 @@ same for 16 rows as for one), so that each sees its ancestors and no other branc
 Under `replay` it proposes with the target's own noise (coupled), under the rules with a test it
 samples with its own and reports the distribution.
 
+On a device plain chains are grown there in one go (`ChainGrower`), known tokens included.
+
 A draft whose context is shorter than the target's stops guessing at its own last position, request
 by request; one in another dtype is fine, for the two never share a tensor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 import msgspec
@@ -20,7 +23,8 @@ from torch import Tensor
 
 from specserve.drafting import Draft, DraftRow, Outcome
 from specserve.errors import ConfigError
-from specserve.models.interface import CausalLM
+from specserve.kv_cache import KVCache
+from specserve.models.interface import CausalLM, ChainAsk, ChainGrower
 from specserve_drafts.growing import Node, Vocabulary, Wish, grow
 from specserve_drafts.paged_draft import MAX_CATCH_UP, PagedDraft, Segment
 from specserve_drafts.resources import DrafterResources
@@ -40,8 +44,12 @@ class DraftModelDrafter:
         block_size: int,
         max_positions: int | None = None,
         max_catch_up: int = MAX_CATCH_UP,
+        chains: Callable[[KVCache], ChainGrower] | None = None,
     ) -> None:
-        """vocab_size: the target's; ids from there on are never proposed."""
+        """vocab_size: the target's; ids from there on are never proposed
+
+        chains: makes what grows the chains that it takes, in place of forwards
+        """
         self._vocabulary = Vocabulary(vocab_size)
         self._paged = PagedDraft(
             model,
@@ -50,10 +58,43 @@ class DraftModelDrafter:
             max_positions=max_positions,
             max_catch_up=max_catch_up,
         )
+        self._chains = None if chains is None else chains(self._paged.kv_cache)
 
     @torch.inference_mode()
     def propose(self, rows: Seq[DraftRow]) -> list[Draft]:
         segments = self._paged.catch_up(rows)
+        asks = self._asks(segments)
+        drafts = self._grown(asks)
+        others = [idx for idx in range(len(rows)) if idx not in asks]
+        if others:
+            by_forwards = self._by_forwards([segments[idx] for idx in others])
+            drafts |= dict(zip(others, by_forwards, strict=True))
+        return [drafts[idx] for idx in range(len(rows))]
+
+    def _asks(self, segments: Seq[Segment]) -> dict[int, ChainAsk]:
+        """Of those rows whose chains need no forward here, by index."""
+        if self._chains is None:
+            return {}
+        asks = {}
+        for idx, seg in enumerate(segments):
+            room = self._paged.room(seg.row, seg.end)
+            ask = ChainAsk(seg.row, seg.start, room)
+            if room > 0 and self._chains.takes(ask):
+                asks[idx] = ask
+        return asks
+
+    def _grown(self, asks: Mapping[int, ChainAsk]) -> dict[int, Draft]:
+        if self._chains is None or not asks:
+            return {}
+        drafts = self._chains.grow(list(asks.values()))
+        for ask, draft in zip(asks.values(), drafts, strict=True):
+            known = len(ask.row.history)
+            self._paged.is_known(ask.row, known)
+            self._paged.is_written(ask.row, known, draft.token_ids[:-1], draft.parents[:-1])
+        return dict(zip(asks, drafts, strict=True))
+
+    def _by_forwards(self, segments: Seq[Segment]) -> list[Draft]:
+        rows = [seg.row for seg in segments]
         rooms = [self._paged.room(row, seg.end) for row, seg in zip(rows, segments, strict=True)]
         active = [idx for idx, room in enumerate(rooms) if room > 0]
         wanted = [
@@ -143,4 +184,5 @@ def make_draft_model(resources: DrafterResources) -> DraftModelDrafter:
         num_blocks=resources.num_blocks,
         block_size=resources.block_size,
         max_positions=resources.max_positions,
+        chains=resources.chains,
     )

@@ -74,7 +74,7 @@ class PagedDraft:
         self._block_size = block_size
         self._max_positions = max_positions
         self._max_catch_up = max_catch_up
-        self._kv_cache = model.new_kv_cache(num_blocks, block_size)
+        self.kv_cache = model.new_kv_cache(num_blocks, block_size)
         self._valid: dict[int, int] = {}  # by seq_id
         self._written: dict[int, _Written] = {}
 
@@ -128,7 +128,7 @@ class PagedDraft:
             torch.tensor(input_ids, dtype=torch.int64),
             torch.tensor(positions, dtype=torch.int64),
             batch,
-            self._kv_cache,
+            self.kv_cache,
             logits_indices,
         )
 
@@ -163,7 +163,7 @@ class PagedDraft:
             path.append(node)
         moves = [(node, at) for at, node in enumerate(path) if node != at]
         if moves:
-            self._kv_cache.move(
+            self.kv_cache.move(
                 [self._slot(written, node) for node, _ in moves],
                 [self._slot(written, at) for _, at in moves],
             )

@@ -9,7 +9,8 @@ import msgspec
 
 from specserve.drafting import Draft, DraftRow
 from specserve.errors import ConfigError
-from specserve.models.interface import CausalLM
+from specserve.kv_cache import KVCache
+from specserve.models.interface import CausalLM, ChainGrower
 from specserve.types import Request
 from specserve_drafts.head_files import Head, TargetParts
 
@@ -23,6 +24,7 @@ class DrafterResources(msgspec.Struct, frozen=True, kw_only=True):
     """argument: what follows the name and a colon in --drafters
 
     model:         of a draft model; its KV shares block ids with the target's
+    chains:        from that model's KV to what grows chains where it runs; None: by forwards
     max_positions: the most positions that model can represent; None: as many as the target
     target:        of drafters that read hidden states: what they share with the target
     head:          of those drafters: what `heads.py` has loaded; None: load it now
@@ -34,6 +36,7 @@ class DrafterResources(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     block_size: int
     model: CausalLM | None = None
+    chains: Callable[[KVCache], ChainGrower] | None = None
     max_positions: int | None = None
     target: TargetParts | None = None
     head: Head | None = None

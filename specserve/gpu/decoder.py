@@ -62,7 +62,8 @@ class TritonDecoder:
     """Implements `specserve.models.interface.CausalLM`; its logits come back to the CPU.
 
     weights: Hugging Face names; ModelError where one is missing, unknown or of another shape
-    dtype:   of weights, KV and activations: bfloat16 or float32
+    dtype:   of weights and activations: bfloat16 or float32
+    kv_dtype: of the KV: None: dtype; float8_e4m3fn: unscaled, values beyond 448 become 448
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class TritonDecoder:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigError(f"--dtype {dtype} has no Triton kernels: choose bf16 or fp32")
         self.config = config
         self.dtype = dtype
+        self._kv_dtype = kv_dtype or dtype
         self.device = device
         self.vocab_size = config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings
@@ -119,7 +122,7 @@ class TritonDecoder:
             layers=config.num_layers,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            dtype=self.dtype,
+            dtype=self._kv_dtype,
         )
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
@@ -130,7 +133,7 @@ class TritonDecoder:
             block_size=block_size,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            dtype=self.dtype,
+            dtype=self._kv_dtype,
             device=self.device,
         )
 

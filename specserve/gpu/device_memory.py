@@ -41,12 +41,19 @@ def device_budget(utilization: float) -> int:
 
 def peak_while(work: Callable[[], None]) -> int:
     """Bytes of the current CUDA device that the allocator holds at most while `work` runs, beyond
-    what was in use before."""
+    what was in use before. ConfigError where it does not fit beside that."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
-    work()
+    try:
+        work()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the GPU has no room for the largest step beside the weights, {before / MIB:.0f} MiB "
+            f"({error}): lower --max-num-batched-tokens, --max-num-seqs or --max-draft-tokens, "
+            "choose a smaller model, or free the GPU"
+        ) from error
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_reserved() - before
     torch.cuda.empty_cache()  # what the pool is about to take must not lie in the allocator's hands

@@ -23,7 +23,7 @@ from specserve.kv_cache import KVCache
 from specserve.models.interface import Capture
 from specserve.packing import PackedStep
 from specserve.sampler.rows import GREEDY_BELOW
-from specserve.types import RowPlan
+from specserve.types import Request, RowPlan
 from specserve_kernels.interface import PagedBatch
 from specserve_kernels.triton_kernels.attention_rows import (
     AttentionRows,
@@ -135,8 +135,9 @@ def forward_inputs(
 # ---- choices and verdicts ----------------------------------------------------------------
 
 
-def choice_fields(sizes: StepSizes, vocab_size: int) -> Fields:
-    L, E = sizes.logits, sizes.edits
+def param_fields(num_rows: int) -> Fields:
+    """How rows are sampled; see rows.Rows."""
+    L = num_rows
     return {
         "seeds": (_LONG, (L, 2)),
         "row_positions": (_LONG, (L,)),
@@ -145,6 +146,13 @@ def choice_fields(sizes: StepSizes, vocab_size: int) -> Fields:
         "top_ks": (_INT, (L,)),
         "top_ps": (_DOUBLE, (L,)),
         "min_weights": (_FLOAT, (L,)),
+    }
+
+
+def choice_fields(sizes: StepSizes, vocab_size: int) -> Fields:
+    L, E = sizes.logits, sizes.edits
+    return {
+        **param_fields(L),
         "edit_starts": (_INT, (L + 1,)),
         "edit_ids": (_INT, (E,)),
         "edit_seen": (_INT, (E,)),
@@ -181,10 +189,14 @@ def fill_choices(
         host["known_ends"][idx] = row.start + row.num_tokens
         if not count:
             continue
-        _fill_params(host, mine, row)
+        fill_params(host, mine, row.request)
+        params = row.request.params
+        host["repetition"][mine] = params.repetition_penalty
+        host["frequency"][mine] = params.frequency_penalty
+        host["presence"][mine] = params.presence_penalty
         host["guess_parents"][mine] = [-1, *(parent + 1 for parent in draft.parents)]
         # -1 agrees with no choice: of a row whose guesses are judged elsewhere, none is accepted.
-        known = idx not in wishes.judged_on_host
+        known = idx not in wishes.judged_apart
         host["guess_ids"][mine] = [
             -1,
             *(i if known and 0 <= i < vocab_size else -1 for i in draft.token_ids),
@@ -197,20 +209,18 @@ def fill_choices(
         host[name][num_logits:] = 1
 
 
-def _fill_params(host: Host, mine: slice, row: RowPlan) -> None:
-    request, params = row.request, row.request.params
+def fill_params(host: Host, mine: slice | int, request: Request, sharpness: float = 1.0) -> None:
+    """Of `param_fields` all but the positions."""
+    params = request.params
     plain = Row(seed=request.seed)
     host["seeds"].view(np.uint64)[mine] = plain.key
     greedy = params.temperature < GREEDY_BELOW
     host["temperatures"][mine] = 0.0 if greedy else params.temperature
-    host["sharpness"][mine] = 1.0
+    host["sharpness"][mine] = sharpness
     host["top_ks"][mine] = min(params.top_k, 2**31 - 1)
     host["top_ps"][mine] = params.top_p
     with np.errstate(divide="ignore"):
         host["min_weights"][mine] = np.log(params.min_p)
-    host["repetition"][mine] = params.repetition_penalty
-    host["frequency"][mine] = params.frequency_penalty
-    host["presence"][mine] = params.presence_penalty
 
 
 def _fill_edits(host: Host, wishes: Wishes, num_logits: int) -> None:
@@ -244,6 +254,8 @@ def fill_nothing(host: Host) -> None:
     for array in host.values():
         array.fill(0)
     for name in ("positions", "slots", "tiles", "mask_rows", "guess_ids", "guess_parents"):
-        host[name].fill(-1)
+        if name in host:
+            host[name].fill(-1)
     for name in ("top_ps", "sharpness", "repetition"):
-        host[name].fill(1)
+        if name in host:
+            host[name].fill(1)

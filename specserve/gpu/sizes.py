@@ -112,6 +112,26 @@ class Buckets:
         bucket = self._bucket(sequences, guesses, sizes.splits, sizes.path_width > 0)
         return bucket if bucket.holds(sizes) else None
 
+    def of_chains(self, num_rows: int, num_guesses: int, num_known: int, longest: int) -> StepSizes:
+        """A draft's forward of num_known tokens per row, and the guesses that follow it.
+
+        longest: positions of the longest row, its guesses included
+        """
+        splits = -(-longest // self.geometry.split)
+        bucket = self._bucket(
+            _at_least(num_rows, _SEQUENCES, self.max_sequences) or num_rows,
+            _at_least(num_guesses, _GUESSES, self.max_guesses) or num_guesses,
+            *(splits, False),
+        )
+        rows = bucket.sequences
+        return replace(
+            bucket,
+            tokens=rows * num_known,
+            logits=rows,
+            tiles=rows * -(-num_known // self.geometry.tile_tokens),
+            edits=0,
+        )
+
     def largest(self) -> StepSizes:
         longest = self.max_blocks * self.geometry.block_size
         splits = -(-longest // self.geometry.split)

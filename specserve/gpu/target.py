@@ -1,22 +1,23 @@
 """The target's step on a device: inputs in one copy, kernels, and one wait for the verdicts.
 
-forward -> forbid -> edit, cut, race, decide -> walk -> compaction. Logits stay there, but for rows
-whose request wants log-probabilities or verifies by a rule with a test: those the host looks at,
-with the code that it has for every row without a GPU.
+forward -> forbid -> edit, cut, race, decide -> walk, tests -> compaction. Logits stay there, but
+for rows whose request wants log-probabilities, and of trees that are verified by a test: these
+the host looks at, with the code that it has for every row without a GPU.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from specserve.drafting import Draft
 from specserve.errors import EngineError
+from specserve.gpu.by_test import Tested, tested_of, verdicts_by_rule
 from specserve.gpu.decoder import TritonDecoder
 from specserve.gpu.graphs import GraphedStep
 from specserve.gpu.inputs import (
@@ -49,12 +50,14 @@ _CHUNK = 2048
 
 @dataclass(frozen=True)
 class _Outputs:
-    """On the device. verdicts: [B, 2K+2] int32; bests: [L] f32; kept: [n, V]; states: [T, A, D]"""
+    """On the device. verdicts: [B, 2K+2] int32; bests: [L] f32; kept: [n, V]; states: [T, A, D];
+    tested: [C, 2K+2] int32 by rule"""
 
     verdicts: Tensor
     bests: Tensor
     kept: Tensor | None
     states: Tensor | None
+    tested: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,8 @@ class DeviceTarget:
         self._kv_cache = decoder.new_kv_cache(num_blocks, block_size)
         caches = [*self._kv_cache.keys, *self._kv_cache.values]
         self._addresses = compaction.cache_addresses(caches)
+        self._width = 1 << (max(256, vocab_size) - 1).bit_length()
+        self._chunk = min(_CHUNK, self._width)
         largest = self._buckets.largest()
         self._chooser = self._new_chooser(largest.logits, largest.edits)
 
@@ -110,7 +115,10 @@ class DeviceTarget:
             packed, num_edits=len(wishes.edits), num_mask_rows=len(wishes.masks)
         )
         try:
-            prepared = self._prepared(sizes, packed, wishes, hidden_layers)
+            tested = tested_of(
+                *(rows, drafts, packed.num_logits, sizes.logits, self.vocab_size, self._device)
+            )
+            prepared = self._prepared(sizes, packed, wishes, hidden_layers, tested)
             host, tile_tokens = prepared.staged.host, self._decoder.tile_sizes.tokens
             fill_forward(
                 *(host, packed.input_ids, packed.positions, packed.batch),
@@ -128,7 +136,8 @@ class DeviceTarget:
                 "--max-num-batched-tokens or --max-num-seqs"
             ) from error
         forward_end = time.time()
-        judged = self._judge(rows, drafts, packed, wishes, out)
+        places = {} if tested is None else tested.places
+        judged = self._judge(rows, drafts, packed, wishes, places, out)
         states = None if out.states is None else out.states[: len(packed.input_ids)]
         return TargetResult(judged, states, forward_end)
 
@@ -164,10 +173,14 @@ class DeviceTarget:
         packed: PackedStep,
         wishes: Wishes,
         hidden_layers: tuple[int, ...],
+        tested: Tested | None,
     ) -> _Prepared:
-        bucket = None if wishes.kept else self._buckets.of(sizes, packed.num_logits)
+        bucket = None
+        if not wishes.kept and tested is None:
+            bucket = self._buckets.of(sizes, packed.num_logits)
         if bucket is None:
-            return self._prepare(sizes, hidden_layers, wishes.kept, self._chooser_for(sizes))
+            chooser = self._chooser_for(sizes)
+            return self._prepare(sizes, hidden_layers, wishes.kept, chooser, tested)
         if bucket not in self._recorded:
             made = self._prepare(bucket, hidden_layers, [], self._chooser_for(bucket))
             step = GraphedStep(made.step, self._device)
@@ -180,6 +193,7 @@ class DeviceTarget:
         hidden_layers: tuple[int, ...],
         kept: Seq[int],
         chooser: Chooser,
+        tested: Tested | None = None,
     ) -> _Prepared:
         decoder, device = self._decoder, self._device
         fields = {**forward_fields(sizes), **choice_fields(sizes, self.vocab_size)}
@@ -198,9 +212,17 @@ class DeviceTarget:
         def step() -> _Outputs:
             logits = decoder.run(inputs)
             kept_logits = logits[kept_rows] if kept else None
+            by_rule: Mapping[str, Tensor] = {}
             if sizes.logits:
                 self._choose_and_walk(staged.tensors, sizes, logits, chooser, verdicts)
-            return _Outputs(verdicts, chooser.choices.bests, kept_logits, states)
+            if tested is not None:
+                by_rule = verdicts_by_rule(
+                    *(tested, logits, rows_of(staged.tensors), edits_of(staged.tensors), chooser),
+                    vocab_size=self.vocab_size,
+                    max_guesses=sizes.guesses,
+                    chunk=self._chunk,
+                )
+            return _Outputs(verdicts, chooser.choices.bests, kept_logits, states, by_rule)
 
         return _Prepared(staged, step)
 
@@ -232,13 +254,13 @@ class DeviceTarget:
 
     def _new_chooser(self, num_rows: int, num_edits: int) -> Chooser:
         """Tiles and lists no larger than the vocabulary: the tokens are the same with any."""
-        width = 1 << (max(256, self.vocab_size) - 1).bit_length()
+        width = self._width
         return Chooser(
             *(num_rows, self.vocab_size, self._decoder.dtype, self._device),
             num_edits=max(1, num_edits),
             tile=min(sampling.TILE, width),
             capacity=min(cuts.CAPACITY, width),
-            chunk=min(_CHUNK, width),
+            chunk=self._chunk,
         )
 
     # ---- on the host ---------------------------------------------------------------------
@@ -249,9 +271,13 @@ class DeviceTarget:
         drafts: Seq[Draft],
         packed: PackedStep,
         wishes: Wishes,
+        tested: Mapping[int, tuple[str, int]],
         out: _Outputs,
     ) -> list[Judged]:
+        """tested: of sequences that a test has judged on the device: its rule, their place"""
         verdicts = out.verdicts.tolist()
+        for idx, (rule, place) in tested.items():
+            verdicts[idx] = out.tested[rule][place].tolist()
         places = {row: at for at, row in enumerate(wishes.kept)}
 
         def kept(first: int, count: int) -> Tensor | None:
@@ -318,6 +344,7 @@ def _brought_back(out: _Outputs) -> _Outputs:
         copy(out.bests),
         None if out.kept is None else copy(out.kept),
         None if out.states is None else copy(out.states),
+        {rule: copy(verdicts) for rule, verdicts in out.tested.items()},
     )
     if out.verdicts.device.type == "cuda":
         torch.cuda.synchronize()

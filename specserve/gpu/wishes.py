@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.drafting import Draft
+from specserve.gpu.by_test import is_tested
 from specserve.sampler import LogitsRow, RowError, needs_edits
 from specserve.types import RowPlan
 from specserve.verifier import node_rows
@@ -26,7 +27,8 @@ class Wishes:
     edit_starts: [L+1]; edits: of row l the entries edit_starts[l] .. edit_starts[l+1]-1
     masks: [R] of ceil(V/32) words, a bit per token that may come; mask_rows: [L], -1: no mask
     errors: of rows (l) that cannot choose, whatever the logits say
-    judged_on_host: sequences (b) whose guesses are verified by a rule with a test
+    judged_apart: sequences (b) whose guesses are verified by a rule with a test
+    judged_on_host: those of them that the host verifies
     kept: rows (l) whose logits the host wants to see as the model left them, ascending; those of
           scored prompt tokens are the last ones
     """
@@ -36,6 +38,7 @@ class Wishes:
     masks: list[Mask] = field(default_factory=list)
     mask_rows: list[int] = field(default_factory=list)
     errors: dict[int, RowError] = field(default_factory=dict)
+    judged_apart: set[int] = field(default_factory=set)
     judged_on_host: set[int] = field(default_factory=set)
     kept: list[int] = field(default_factory=list)
 
@@ -48,7 +51,10 @@ def wishes_of(
     for idx, (row, draft, count) in enumerate(zip(rows, drafts, num_logits, strict=True)):
         if not count:
             continue
-        judged_on_host = row.request.verify != "replay" and count > 1
+        judged_apart = row.request.verify != "replay" and count > 1
+        judged_on_host = judged_apart and not is_tested(row, draft)
+        if judged_apart:
+            wishes.judged_apart.add(idx)
         if judged_on_host:
             wishes.judged_on_host.add(idx)
         if judged_on_host or row.request.params.logprobs is not None:

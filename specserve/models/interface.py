@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specserve.drafting import Draft, DraftRow
 from specserve.kv_cache import KVCache
 from specserve_kernels.interface import PagedBatch
 
@@ -24,6 +25,31 @@ class Capture:
 
     layers: tuple[int, ...]
     states: Tensor
+
+
+@dataclass(frozen=True)
+class ChainAsk:
+    """A chain of num_guesses >= 1 guesses after a row's history.
+
+    start: position of the first token without KV; the last known one is computed again if need be
+    """
+
+    row: DraftRow
+    start: int
+    num_guesses: int
+
+
+class ChainGrower(Protocol):
+    """Grows chains where the model runs, without a forward's logits ever coming back."""
+
+    def takes(self, ask: ChainAsk) -> bool:
+        """Whether it can do as this row wants."""
+        ...
+
+    def grow(self, asks: Seq[ChainAsk]) -> list[Draft]:
+        """A chain for each, kv_len included; KV of known tokens and of all guesses but the last.
+        Shorter where the draft's logits are useless."""
+        ...
 
 
 class CausalLM(Protocol):

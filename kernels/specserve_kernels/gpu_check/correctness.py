@@ -23,6 +23,7 @@ from specserve_kernels.triton_kernels import (
     reference_rejection,
     reference_sampling,
     rejection,
+    shares,
 )
 from specserve_kernels.triton_kernels.choosing import Chooser
 from specserve_kernels.triton_kernels.rows import Edit, Row, pack_edits, pack_rows
@@ -44,7 +45,8 @@ class Sizes:
     heads: tuple[int, int, int]  # query heads, KV heads, head size
 
 
-FULL = Sizes(40, 40, 128256, 4096, 4096, 3000, (32, 8, 128))
+# The twins are numpy on one core: a row of this vocabulary takes them 25 ms, a chain 0.2 s.
+FULL = Sizes(20, 24, 128256, 4096, 4096, 3000, (32, 8, 128))
 TINY = Sizes(2, 3, 300, 96, 256, 40, (4, 2, 16))
 
 Check = Callable[[Sizes, torch.device], Iterator[Correct]]
@@ -103,6 +105,33 @@ def check_sampling(sizes: Sizes, device: torch.device) -> Iterator[Correct]:
             actual = chooser.choose(logits.to(device), pack_rows(rows, device), edits)
             num_wrong += int(np.sum(np.array(expected) != actual.token_ids.cpu().numpy()))
         yield Correct("sampling", f"tokens, {dtype}", sizes.num_batches, num_wrong, 0)
+
+
+def check_shares(sizes: Sizes, device: torch.device) -> Iterator[Correct]:
+    """How sure a draft is of its choice; the noise's bounds are fast logarithms: 1 %."""
+    worst, count = 0.0, max(1, sizes.num_batches // 4)
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        rows = [random_row(rng, sizes.vocab_size)._replace(edits=()) for _ in range(2)]
+        values = rng.standard_normal((2, sizes.vocab_size)).astype(np.float32) * 3
+        logits, packed = torch.from_numpy(values).to(device), pack_rows(rows, device)
+        chooser = Chooser(
+            *(2, sizes.vocab_size, logits.dtype, device),
+            tile=sizes.tile,
+            chunk=min(sizes.tile, 2048),
+        )
+        choices = chooser.choose(logits, packed, pack_edits(rows, device))
+        sums = shares.make_sums(2, sizes.vocab_size, device, tile=sizes.tile)
+        found, size = torch.empty(2, device=device), sizes.vocab_size
+        shares.shares_of(
+            *(logits, packed, chooser.cuts, choices, sums, found),
+            vocab_size=size,
+            tile=sizes.tile,
+        )
+        triples = zip(values, rows, choices.token_ids.tolist(), strict=True)
+        expected = [reference_sampling.share(*triple) for triple in triples]
+        worst = max(worst, relative_error(found.cpu(), torch.tensor(expected)))
+    yield Correct("shares", "of chosen tokens", count, worst, 1e-2)
 
 
 def check_verification(sizes: Sizes, device: torch.device) -> Iterator[Correct]:
@@ -223,6 +252,7 @@ def check_norms(sizes: Sizes, device: torch.device) -> Iterator[Correct]:
 
 CHECKS: dict[str, Check] = {
     "sampling": check_sampling,
+    "shares": check_shares,
     "verification": check_verification,
     "rejection": check_rejection,
     "gemm": check_gemm,

@@ -21,7 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -39,8 +39,10 @@ from specserve_kernels.triton_kernels.model_shapes import MODEL_SHAPES
 COMMAND = "python -m specserve_kernels.triton_kernels.aot"
 MODULES = (
     *("attention", "compaction", "cuts", "edits", "gemm", "masks", "norms", "reading"),
-    *("rejection", "rope_kv", "sampling", "swiglu", "verification"),
+    *("rejection", "rope_kv", "sampling", "shares", "swiglu", "verification"),
 )
+
+MODELS = tuple(shape.name for shape in MODEL_SHAPES)
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,13 @@ BOUNDS = {
     "gemm_kernel": Bound(200, 65536),
     "add_splits_kernel": Bound(64, 256),
     "walk_kernel": Bound(64, 256),
-    "cut_kernel": Bound(160, 32768),
+    "cut_kernel": Bound(192, 32768),
     "edit_kernel": Bound(64, 256),
     "restore_kernel": Bound(64, 256),
-    "race_kernel": Bound(128, 32768),
+    "race_kernel": Bound(160, 32768),
     "decide_kernel": Bound(128, 256),
+    "share_kernel": Bound(128, 8192),
+    "score_kernel": Bound(96, 256),
     "attention_kernel": Bound(255, 49152, vector_registers=320),
     "compaction_kernel": Bound(40, 0),
     "merge_kernel": Bound(72, 0),
@@ -149,21 +153,32 @@ def _compiling_for(target: str) -> Iterator[list[Any]]:
         yield compiled
 
 
-def measure(targets: Iterable[str], modules: Iterable[str]) -> list[Resources]:
-    """Every case of every model's shape, compiled; shapes that share a binary share a row."""
-    found: dict[tuple[int, str, str], tuple[Any, str, list[str]]] = {}
+def compile_cases(
+    targets: Iterable[str], modules: Iterable[str], models: Collection[str]
+) -> Iterator[tuple[Any, str, str, str]]:
+    """(binary, case, model, target) of every launch in every case of the models' shapes."""
+    shapes = [shape for shape in MODEL_SHAPES if shape.name in models]
     for target in targets:
         for module in modules:
             cases = import_module(f"specserve_kernels.triton_kernels.{module}").aot_cases
-            for shape in MODEL_SHAPES:
+            for shape in shapes:
                 for case in cases(shape):
                     if case.has_fp8 and not TARGETS[target].has_fp8:
                         continue
                     with _compiling_for(target) as compiled:
                         case.call()
                     for binary in compiled:
-                        key = (id(binary), case.name, target)
-                        found.setdefault(key, (binary, case.name, []))[2].append(shape.name)
+                        yield binary, case.name, shape.name, target
+
+
+def measure(
+    targets: Iterable[str], modules: Iterable[str], models: Collection[str] = MODELS
+) -> list[Resources]:
+    """Every case of every model's shape, compiled; shapes that share a binary share a row."""
+    found: dict[tuple[int, str, str], tuple[Any, str, list[str]]] = {}
+    for binary, case, model, target in compile_cases(targets, modules, models):
+        key = (id(binary), case, target)
+        found.setdefault(key, (binary, case, []))[2].append(model)
     return [
         _resources(binary, case, tuple(models), target)
         for (_, _, target), (binary, case, models) in found.items()
@@ -284,11 +299,19 @@ def main(arguments: list[str], write: Callable[[str], object] = print) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description="What the kernels compile to.")
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--kernels", default=",".join(MODULES), help="files of this folder")
+    parser.add_argument("--models", default=",".join(MODELS), help="of model_shapes.py")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--compile-only", action="store_true", help="fills Triton's cache")
     options = parser.parse_args(arguments)
+    parts = options.targets.split(","), options.kernels.split(","), options.models.split(",")
+    if unknown := set(parts[2]) - set(MODELS):
+        parser.error(f"{', '.join(sorted(unknown))}: no such model, choose from {MODELS}")
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set: interpreted kernels cannot be compiled, unset it")
-    rows = measure(options.targets.split(","), options.kernels.split(","))
+    if options.compile_only:
+        write(f"{sum(1 for _ in compile_cases(*parts))} launches compiled")
+        return 0
+    rows = measure(*parts)
     found = problems(rows)
     if options.json:
         write(json.dumps({"rows": [asdict(row) for row in rows], "problems": found}))

@@ -33,6 +33,7 @@ from specserve_kernels.triton_kernels.attention_rows import (
 )
 from specserve_kernels.triton_kernels.attention_steps import fold, shared_step, tree_step
 from specserve_kernels.triton_kernels.model_shapes import Case, ModelShape
+from specserve_kernels.triton_kernels.registers import all_registers
 
 _LOG2_E = 1.4426950408889634
 
@@ -224,7 +225,7 @@ def paged_attention(
         num_warps=4,
         num_stages=_num_stages(rows, rows.sizes.tokens * group),
         enable_fp_fusion=False,
-        **_all_registers(),
+        **all_registers(),
     )
     if not rows.fold:
         merge_kernel[(num_rows, num_kv_heads)](
@@ -248,14 +249,6 @@ def _score_scales(scale: float, soft_cap: float | None) -> tuple[float, float]:
 def _num_stages(rows: AttentionRows, tile_rows: int) -> int:
     """How far ahead keys are read: 3 reads block tables ahead too, where registers are left."""
     return 2 if rows.fold or (rows.paths is not None and tile_rows >= 64) else 3
-
-
-def _all_registers() -> dict[str, int]:
-    """NVIDIA's assembler, unasked, spills some to fit one more program onto a processor."""
-    if triton.knobs.runtime.interpret:
-        return {}
-    is_cuda = triton.runtime.driver.active.get_current_target().backend == "cuda"
-    return {"maxnreg": 255} if is_cuda else {}
 
 
 def aot_cases(shape: ModelShape) -> Iterator[Case]:

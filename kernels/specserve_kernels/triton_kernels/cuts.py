@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.triton_kernels.model_shapes import Case, ModelShape
+from specserve_kernels.triton_kernels.registers import all_registers
 from specserve_kernels.triton_kernels.rows import (
     Cuts,
     Edited,
@@ -293,6 +294,7 @@ def find_cuts(
     cut_kernel[(logits.shape[0],)](
         logits, logits.stride(0), vocab_size, rows.temperatures, *rows[4:], *edited, *lists, *cuts,
         CHUNK=chunk, CAPACITY=lists.ids.shape[1], num_warps=8, enable_fp_fusion=False,
+        **all_registers(),
     )  # fmt: skip
 
 

@@ -100,6 +100,26 @@ def choose_tokens(logits: F32, rows: Seq[Row], purpose: int = 0) -> list[int]:
     return [choose_token(x, row, purpose) for x, row in zip(logits, rows, strict=True)]
 
 
+def share(logits: F32, row: Row, token_id: int) -> float:
+    """[V] -> how much of exp(weights + noise) is the chosen token's; 0: there was none.
+
+    The others' noise is the low end of its cell, as shares.py takes it.
+    """
+    if token_id < 0:
+        return 0.0
+    x = np.nan_to_num(logits, nan=-np.inf, neginf=-np.inf)
+    scores = (x - x.max()).astype(np.float64)
+    if row.temperature > 0:
+        weights = (x - x.max()) / np.float32(row.temperature)
+        drawn = uniforms(row.key, row.position, 0, len(x))
+        ends = np.minimum((np.floor(drawn * 2**16) + 1) / 2**16, 1.0 - 2.0**-53)
+        ends[token_id] = drawn[token_id]
+        sharpened = (weights * np.float32(row.sharpness)).astype(np.float64)
+        noise = -np.log(-np.log1p(-ends))
+        scores = np.where(kept(weights, row), sharpened + noise, -np.inf)
+    return float(1 / np.exp(scores - scores[token_id]).sum())
+
+
 def replay_verdict(
     token_ids: Seq[int], parents: Seq[int], choices: Seq[int], max_guesses: int
 ) -> list[int]:
