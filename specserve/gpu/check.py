@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from specserve.drafting import NO_DRAFT, Draft, chain
+from specserve.gpu.check_chains import check_chains
 from specserve.gpu.decoder import TritonDecoder
 from specserve.gpu.target import DeviceTarget
 from specserve.models.config import ModelConfig
@@ -68,6 +69,7 @@ def check_engine(sizes: Sizes, device: torch.device) -> Iterator[Correct]:
             for a, b in zip(have, want, strict=True)
         )
         yield Correct("engine", f"replay, {name}", num_texts, wrong, 0)
+    yield from check_chains(decoder, requests, _MOST_GUESSES)
 
 
 def _a_chain(position: int, rest: Seq[int]) -> Draft:

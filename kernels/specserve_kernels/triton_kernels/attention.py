@@ -248,7 +248,7 @@ def _score_scales(scale: float, soft_cap: float | None) -> tuple[float, float]:
 
 def _num_stages(rows: AttentionRows, tile_rows: int) -> int:
     """How far ahead keys are read: 3 reads block tables ahead too, where registers are left."""
-    return 2 if rows.fold or (rows.paths is not None and tile_rows >= 64) else 3
+    return 2 if rows.fold or (rows.paths is not None and tile_rows >= 32) else 3
 
 
 def aot_cases(shape: ModelShape) -> Iterator[Case]:
