@@ -25,6 +25,7 @@ class Rotel(NamedTuple):
     http: str  # base URL
     grpc: str
     log: Path
+    pid: int
 
     def seen(self, num_spans: int, seconds: float = 60) -> list[Seen]:
         """Waits until it has told of so many spans."""
@@ -36,7 +37,8 @@ class Rotel(NamedTuple):
 
 
 @contextmanager
-def a_rotel(folder: Path) -> Iterator[Rotel]:
+def a_rotel(folder: Path, *, tells: bool = True) -> Iterator[Rotel]:
+    """tells: it writes down all that it gets, which costs it much more than getting it."""
     assert found is not None
     assert found.origin is not None
     http, grpc = _free_port(), _free_port()
@@ -44,13 +46,14 @@ def a_rotel(folder: Path) -> Iterator[Rotel]:
     command = [str(Path(found.origin).with_name("rotel-agent")), "start", "--exporter", "blackhole"]
     command += ["--otlp-http-endpoint", f"127.0.0.1:{http}"]
     command += ["--otlp-grpc-endpoint", f"127.0.0.1:{grpc}"]
-    command += ["--debug-log", "traces", "--debug-log-verbosity", "detailed"]
+    if tells:
+        command += ["--debug-log", "traces", "--debug-log-verbosity", "detailed"]
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
         for port in (http, grpc):
             _wait_for(port, process, log_path)
-        yield Rotel(f"http://127.0.0.1:{http}", f"http://127.0.0.1:{grpc}", log_path)
+        yield Rotel(f"http://127.0.0.1:{http}", f"http://127.0.0.1:{grpc}", log_path, process.pid)
     finally:
         process.kill()
         process.wait()
