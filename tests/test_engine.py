@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from blockbuster import blockbuster_ctx
@@ -22,7 +23,9 @@ from specserve.types import SamplingParams, Speculation, TokenChunk, VerifyRule
 from specserve_drafts import DRAFTERS, DrafterResources, Script
 from specserve_drafts.ngram import NgramDrafter
 from specserve_kernels.interface import PagedBatch
+from specserve_observability.logs import configure_logging
 from tests.engines import serving
+from tests.log_lines import json_lines
 from tests.tiny_models import tiny_decoder
 
 
@@ -241,16 +244,25 @@ class BadTokenizer:
         return BadDecoder()
 
 
-async def test_text_work_that_raises_fails_its_own_request_only() -> None:
+@pytest.mark.usefixtures("logging_as_it_was")
+async def test_text_work_that_raises_fails_its_own_request_only_and_names_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logging(json=True)
     async with serving(a_model(), a_config(), tokenizer=BadTokenizer()) as served:
         greedy = SamplingParams(max_tokens=6, temperature=0.0, logit_bias={50: -100.0})
         forced = SamplingParams(max_tokens=6, temperature=0.0, logit_bias={50: 100.0})
         requests = []
         for idx, params in enumerate([greedy, forced, greedy]):
-            requests += served.requests([1, 2, idx], params, name=f"{idx}")
+            (request,) = served.requests([1, 2, idx], params, name=f"{idx}")
+            traceparent = f"00-{idx + 1:032x}-{'b' * 16}-01"
+            requests.append(msgspec.structs.replace(request, traceparent=traceparent))
         chunks = await served.run(requests)
         assert [chunk.finish_reason for chunk in chunks] == ["length", "error", "length"]
         assert "UnicodeError" in str(chunks[1].error)
+    (line,) = json_lines(capsys)
+    assert (line["event"], line["request_id"]) == ("commit_failed", requests[1].request_id)
+    assert (line["trace_id"], line["span_id"]) == (f"{2:032x}", "b" * 16)
 
 
 async def test_an_error_behind_a_stop_token_is_never_met() -> None:
