@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from .families import Family, families, number
+from .families import Family, families
 from .histogram import Exemplar
 from .metrics import Gauges, Metrics
 from .vllm_families import VllmNames, vllm_families
@@ -65,12 +65,7 @@ def _text(all_families: Iterable[Family]) -> str:
         name = family.name + ("_total" if family.kind == "counter" else "")
         lines.append(f"# HELP {name} {family.meaning}")
         lines.append(f"# TYPE {name} {family.kind}")
-        lines += [
-            f"{family.name}{suffix}{{{labels}}} {number(value)}"
-            if labels
-            else f"{family.name}{suffix} {number(value)}"
-            for suffix, labels, value, _ in family.samples
-        ]
+        lines += [head + repr(value) for head, value, _ in family.samples]
     lines.append("")
     return "\n".join(lines)
 
@@ -80,15 +75,14 @@ def _openmetrics(all_families: Iterable[Family]) -> str:
     for family in all_families:
         lines.append(f"# HELP {family.name} {family.meaning}")
         lines.append(f"# TYPE {family.name} {family.kind}")
-        for suffix, labels, value, exemplar in family.samples:
-            line = f"{family.name}{suffix}{{{labels}}}" if labels else family.name + suffix
-            lines.append(f"{line} {number(value)}{_exemplar(exemplar)}")
+        lines += [
+            head + repr(value) + (_exemplar(exemplar) if exemplar else "")
+            for head, value, exemplar in family.samples
+        ]
     lines.append("# EOF\n")
     return "\n".join(lines)
 
 
-def _exemplar(exemplar: Exemplar | None) -> str:
-    if exemplar is None:
-        return ""
+def _exemplar(exemplar: Exemplar) -> str:
     trace_id, value, at = exemplar
-    return f' # {{trace_id="{trace_id}"}} {number(value)} {at:.3f}'
+    return f' # {{trace_id="{trace_id}"}} {value!r} {at:.3f}'

@@ -7,7 +7,8 @@ when it is written (exposition.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Final, Literal, NamedTuple
 
@@ -17,20 +18,17 @@ from .metrics import Gauges, Metrics, RequestCounters
 Kind = Literal["gauge", "counter", "histogram"]
 
 
-class Sample(NamedTuple):
-    """suffix: behind the family's name; labels: `key="value",...`, escaped"""
-
-    suffix: str
-    labels: str
-    value: float
-    exemplar: Exemplar | None = None
+# A line: all that stands before its value, the value, its exemplar. A plain tuple, since thousands
+# are made while the event loop waits; all heads are the same in the next scrape, and kept.
+Sample = tuple[str, float, Exemplar | None]
+_KEPT_HEADS: Final = 16384  # lines
 
 
 class Family(NamedTuple):
     name: str
     kind: Kind
     meaning: str
-    samples: Iterable[Sample]
+    samples: Sequence[Sample]
 
 
 Pick = Callable[[RequestCounters], Histogram]
@@ -114,22 +112,24 @@ def labels_of(**labels: str) -> str:
 
 def gauge(name: str, meaning: str, by_labels: Mapping[str, float]) -> Family:
     """by_labels: values by what labels_of() says; one without labels has the key ''"""
-    return Family(name, "gauge", meaning, [Sample("", key, by_labels[key]) for key in by_labels])
+    samples = [(_head(name, key), value, None) for key, value in by_labels.items()]
+    return Family(name, "gauge", meaning, samples)
 
 
 def counter(name: str, meaning: str, by_labels: Mapping[str, float]) -> Family:
     """name: without _total"""
-    samples = [Sample("_total", key, value) for key, value in by_labels.items()]
+    samples = [(_head(name + "_total", key), value, None) for key, value in by_labels.items()]
     return Family(name, "counter", meaning, samples)
 
 
 def histogram(name: str, meaning: str, by_labels: Mapping[str, Histogram]) -> Family:
-    samples = [one for key, own in by_labels.items() for one in _buckets(own, key)]
+    samples: list[Sample] = []
+    for key, own in by_labels.items():
+        *buckets, of_sum, of_count = _histogram_heads(name, key, own.bounds)
+        cumulative = list(accumulate(own.counts))
+        samples += zip(buckets, cumulative, own.exemplars, strict=True)
+        samples += ((of_sum, own.total, None), (of_count, cumulative[-1], None))
     return Family(name, "histogram", meaning, samples)
-
-
-def number(value: float) -> str:
-    return str(value) if isinstance(value, int) else repr(value)
 
 
 # ---- what there is -----------------------------------------------------------------------
@@ -326,15 +326,19 @@ def _by_position(rows_by_count: Mapping[str, list[int]]) -> dict[str, float]:
     return found
 
 
-def _buckets(own: Histogram, labels: str) -> Iterator[Sample]:
+@lru_cache(_KEPT_HEADS)
+def _head(name: str, labels: str) -> str:
+    return f"{name}{{{labels}}} " if labels else f"{name} "
+
+
+@lru_cache(_KEPT_HEADS // 16)
+def _histogram_heads(name: str, labels: str, bounds: tuple[float, ...]) -> tuple[str, ...]:
+    """Of its buckets, its sum and its count."""
     prefix = labels + "," if labels else ""
-    cumulative = list(accumulate(own.counts))
     # As floats: OpenMetrics wants 1.0, and both formats must name one series.
-    bounds = [number(float(bound)) for bound in own.bounds] + ["+Inf"]
-    for bound, count, exemplar in zip(bounds, cumulative, own.exemplars, strict=True):
-        yield Sample("_bucket", f'{prefix}le="{bound}"', count, exemplar)
-    yield Sample("_sum", labels, own.total)
-    yield Sample("_count", labels, cumulative[-1])
+    ends = [repr(float(bound)) for bound in bounds] + ["+Inf"]
+    buckets = (_head(f"{name}_bucket", f'{prefix}le="{end}"') for end in ends)
+    return (*buckets, _head(f"{name}_sum", labels), _head(f"{name}_count", labels))
 
 
 def _escape(value: str) -> str:
