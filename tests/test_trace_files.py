@@ -9,7 +9,6 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from opentelemetry.sdk.resources import Resource
 
 from specserve_observability.context import child_context, root_context
 from specserve_observability.jaeger import export_main
@@ -186,7 +185,7 @@ def test_what_the_servers_own_file_sink_rotates_is_followed_whole(path: Path) ->
     metrics = Metrics(drafters=["ngram"])
     sink = FileSink(path, metrics, max_bytes=2500)
     file, store = TraceFile(path), TraceStore(10**7)
-    factory = SpanFactory(Resource({"service.name": "specserve"}), "1.2.3")
+    factory = SpanFactory({"service.name": "specserve"}, "1.2.3")
     for number in range(30):  # about three rotations between two looks
         context = child_context(root_context())
         sink.offer([factory.span("work", context, None, START, START + 1, {"number": number})])

@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
-from opentelemetry.sdk.trace import ReadableSpan
 
 from specserve_observability.export import Batch
 from specserve_observability.metrics import Metrics
 from specserve_observability.pipeline import SpanPipeline
 from specserve_observability.records import QueuePeriod, StepRecord
+from specserve_observability.spans import Span
 from tests.otlp_receiver import attributes_of
 from tests.trace_reading import FileTracing, record_two_requests
 from tests.trace_records import (
@@ -217,9 +217,9 @@ class KeptSpans:
     """A sink that keeps what it is offered."""
 
     def __init__(self) -> None:
-        self.spans: list[ReadableSpan] = []
+        self.spans: list[Span] = []
 
-    def offer(self, spans: Sequence[ReadableSpan]) -> None:
+    def offer(self, spans: Sequence[Span]) -> None:
         self.spans.extend(spans)
 
     def close(self, deadline: float) -> None:
@@ -232,8 +232,10 @@ def test_a_drain_between_a_request_and_its_last_step_loses_no_link() -> None:
     pipeline.handle(Batch([], [a_request(0)], [], START))
     pipeline.handle(Batch([a_step(0, [a_row()])], [], [], START + 1, seconds_left=0))
     by_name = {span.name: span for span in sink.spans}
-    linked = [link.context for link in by_name["decode"].links]
-    assert linked == [by_name["engine.window"].context, by_name["engine.step"].context]
+    assert list(by_name["decode"].links) == [
+        by_name["engine.window"].context,
+        by_name["engine.step"].context,
+    ]
 
 
 # ---- sampling and bounds ---------------------------------------------------------------------

@@ -18,7 +18,6 @@ _NOT_SAMPLED = TraceFlags(TraceFlags.DEFAULT)
 _ids = random.SystemRandom()  # a seeded test or model must not make two runs share trace ids
 
 
-@lru_cache(maxsize=4096)  # a decode span's context comes back in every step of its request
 def parse_traceparent(text: str) -> SpanContext | None:
     """The context a W3C `traceparent` names, as one of this process; None where it is not one."""
     match = _TRACEPARENT.fullmatch(text.strip())
@@ -32,6 +31,13 @@ def parse_traceparent(text: str) -> SpanContext | None:
         int(trace_id, 16), int(span_id, 16), False, _SAMPLED if sampled else _NOT_SAMPLED
     )
     return context if context.is_valid else None
+
+
+@lru_cache(maxsize=4096)  # a decode span's context comes back in every step of its request
+def sampled_context(traceparent: str) -> SpanContext | None:
+    """As parse_traceparent; None also where the trace is not kept."""
+    context = parse_traceparent(traceparent)
+    return context if context is not None and context.trace_flags.sampled else None
 
 
 def format_traceparent(context: SpanContext) -> str:

@@ -6,16 +6,25 @@ Outcomes per request are events on the step's span: viewers drop the attributes 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
-from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.trace import Link, SpanContext
+from opentelemetry.trace import SpanContext
 from opentelemetry.util.types import AttributeValue
 
 from . import names
-from .context import child_context, parse_traceparent, root_context
+from .context import child_context, root_context, sampled_context
 from .records import RowRecord, StepRecord
 from .sampling import StepSampler
-from .spans import MAX_LINKS, Attributes, DecodeBook, SpanFactory, status_of, to_ns
+from .spans import (
+    MAX_LINKS,
+    Attributes,
+    DecodeBook,
+    Event,
+    SharedAttributes,
+    Span,
+    SpanFactory,
+    to_ns,
+)
 
 WINDOW_STEPS = 256
 WINDOW_SECONDS = 5.0
@@ -44,7 +53,7 @@ class EngineSpans:
         self._num_windows = 0
         self.num_sampled_out = 0
 
-    def add(self, step: StepRecord) -> Iterator[ReadableSpan]:
+    def add(self, step: StepRecord) -> Iterator[Span]:
         yield from self.close_window(now=step.plan_start)
         if self._window is None:
             self._window = _Window(self._num_windows, step.plan_start)
@@ -57,14 +66,15 @@ class EngineSpans:
         decodes = [decode for decode, _ in rows[:MAX_LINKS]]
         reason = self._sampler.reason_to_keep(step)
         context = child_context(window.context) if reason is not None else None
-        for decode, row in rows:
-            notes = self._book.of(decode)
+        for row_idx, (decode, row) in enumerate(rows):
+            span_id = decode.span_id
+            notes = self._book.of(span_id)
             if not row.is_prefill:
                 notes.add_row(row, step.plan_start, step.commit_end)
-        for decode in decodes:
-            notes = self._book.of(decode)
-            if len(window.decodes) < MAX_LINKS or decode.span_id in window.decodes:
-                window.decodes[decode.span_id] = decode
+            if row_idx >= MAX_LINKS:
+                continue
+            if span_id not in window.decodes and len(window.decodes) < MAX_LINKS:
+                window.decodes[span_id] = decode
                 notes.add_window(window.context)
             if context is not None:
                 notes.add_step(context)
@@ -74,7 +84,7 @@ class EngineSpans:
         window.num_kept += 1
         yield from self._step_spans(step, reason, context, window.context, decodes)
 
-    def close_window(self, now: float | None = None) -> Iterator[ReadableSpan]:
+    def close_window(self, now: float | None = None) -> Iterator[Span]:
         """The window's span, if it is full, if `now` is past its length, or if now is None."""
         window = self._window
         if window is None:
@@ -95,7 +105,7 @@ class EngineSpans:
                 names.WINDOW_SAMPLED_STEPS: window.num_kept,
                 names.PREEMPTIONS: window.num_preempted,
             },
-            links=[Link(decode) for decode in window.decodes.values()],
+            links=list(window.decodes.values()),
         )
 
     def _step_spans(
@@ -105,7 +115,7 @@ class EngineSpans:
         context: SpanContext,
         window: SpanContext,
         decodes: list[SpanContext],
-    ) -> Iterator[ReadableSpan]:
+    ) -> Iterator[Span]:
         attributes = _step_attributes(step)
         attributes[names.STEP_SAMPLE_REASON] = reason
         outcome_time = to_ns(step.commit_end)
@@ -116,18 +126,22 @@ class EngineSpans:
             step.plan_start,
             step.commit_end,
             attributes,
-            links=[Link(decode) for decode in decodes],
+            links=decodes,
             events=[
                 *(
                     Event(names.DRAFTER_FAILURE, {names.SPEC_DRAFTER: name}, outcome_time)
                     for name in step.failed_drafters
                 ),
                 *(
-                    Event(names.REQUEST_OUTCOME, _outcome(row), outcome_time)
+                    Event(
+                        names.REQUEST_OUTCOME,
+                        _outcome(row) if row.num_draft_tokens else _plain_outcome(row),
+                        outcome_time,
+                    )
                     for row in step.rows[:MAX_LINKS]
                 ),
             ],
-            status=status_of(step.error),
+            error=step.error,
         )
         phases = (
             (names.PLAN, step.plan_start, step.plan_end),
@@ -142,11 +156,10 @@ class EngineSpans:
 
 def _sampled_rows(rows: Sequence[RowRecord]) -> list[tuple[SpanContext, RowRecord]]:
     """Rows of requests that are traced, with the contexts of their decode spans."""
-    contexts = (parse_traceparent(row.traceparent) if row.traceparent else None for row in rows)
     return [
         (context, row)
-        for context, row in zip(contexts, rows, strict=True)
-        if context is not None and context.trace_flags.sampled
+        for row in rows
+        if row.traceparent and (context := sampled_context(row.traceparent)) is not None
     ]
 
 
@@ -163,6 +176,12 @@ def _outcome(row: RowRecord) -> Attributes:
     if row.no_draft_reason:
         outcome[names.SPEC_NO_DRAFT_REASON] = row.no_draft_reason
     return outcome
+
+
+@lru_cache(4096)
+def _plain_outcome(row: RowRecord) -> SharedAttributes:
+    """Without guesses: the same in each step of a request."""
+    return SharedAttributes(_outcome(row))
 
 
 def _step_attributes(step: StepRecord) -> dict[str, AttributeValue]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceState
+from opentelemetry.trace import SpanContext, TraceState
 from opentelemetry.util.types import AttributeValue
 
 from . import names
 from .context import parse_traceparent
 from .records import HttpRecord, OperationRecord
-from .spans import UNSET, SpanFactory
+from .spans import SERVER, Span, SpanFactory
 
 
-def http_spans(record: HttpRecord, factory: SpanFactory) -> Iterator[ReadableSpan]:
+def http_spans(record: HttpRecord, factory: SpanFactory) -> Iterator[Span]:
     server = _context(record.context, record.trace_state)
     parent = _context(record.parent, record.trace_state, is_remote=True) if record.parent else None
     attributes: dict[str, AttributeValue] = dict(record.attributes)
@@ -22,7 +21,7 @@ def http_spans(record: HttpRecord, factory: SpanFactory) -> Iterator[ReadableSpa
     failed = record.status >= 500  # a 4xx is the client's error, not this server's
     if failed:
         attributes.setdefault(names.ERROR_TYPE, str(record.status))
-    status = Status(StatusCode.ERROR) if failed else UNSET
+    error = "" if failed else None
     yield factory.span(
         f"{record.method} {record.route}",
         server,
@@ -30,13 +29,13 @@ def http_spans(record: HttpRecord, factory: SpanFactory) -> Iterator[ReadableSpa
         record.start,
         record.end,
         attributes,
-        kind=SpanKind.SERVER,
-        status=status,
+        kind=SERVER,
+        error=error,
     )
     operation = server
     if record.operation is not None:
         operation = _context(record.operation.context, record.trace_state)
-        yield _operation(record.operation, operation, server, record.end, factory, status)
+        yield _operation(record.operation, operation, server, record.end, factory, error)
     for child in record.children:
         above = operation if child.of_operation else server
         yield factory.child(child.name, above, child.start, child.end, child.attributes)
@@ -48,12 +47,12 @@ def _operation(
     parent: SpanContext,
     end: float,
     factory: SpanFactory,
-    status: Status,
-) -> ReadableSpan:
+    error: str | None,
+) -> Span:
     model = record.attributes.get(names.GEN_AI_REQUEST_MODEL)
     attributes = {**record.attributes, names.GEN_AI_OPERATION_NAME: record.name}
     name = f"{record.name} {model}" if model else record.name
-    return factory.span(name, context, parent, record.start, end, attributes, status=status)
+    return factory.span(name, context, parent, record.start, end, attributes, error=error)
 
 
 def _context(traceparent: str, trace_state: str, *, is_remote: bool = False) -> SpanContext:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
 
 from . import names
 from .engine_spans import EngineSpans
@@ -22,10 +21,11 @@ from .records import HttpRecord, RequestRecord
 from .request_spans import RequestSpans
 from .sampling import StepSampler
 from .sinks import Sink
-from .spans import DecodeBook, SpanFactory
+from .spans import DecodeBook, Span, SpanFactory
 
-_OFFER_SPANS = 32
-_BREATH_SECONDS = 0.0001  # gives the interpreter's lock to the event loop between two offers
+_OFFER_SPANS = 512  # a request to a collector, which costs as much as the spans of two steps
+_BREATH_SPANS = 32
+_BREATH_SECONDS = 0.0001  # gives the interpreter's lock to the event loop, where it is in here
 
 R = TypeVar("R")
 
@@ -52,7 +52,8 @@ class SpanPipeline:
         engine_factory = _factory(names.ENGINE_SERVICE, resource, version)
         self._engine_spans = EngineSpans(engine_factory, sampler or StepSampler(), book)
         self._held_back: list[RequestRecord] = []
-        self._ready: list[ReadableSpan] = []
+        self._ready: list[Span] = []
+        self._breathe_at = _BREATH_SPANS
 
     def handle(self, batch: Batch) -> None:
         """Build what was recorded; with the last batch also what was still waiting."""
@@ -67,10 +68,10 @@ class SpanPipeline:
             self._build([None], self._engine_spans.close_window)
         self._offer()
 
-    def _http_spans(self, record: HttpRecord) -> Iterable[ReadableSpan]:
+    def _http_spans(self, record: HttpRecord) -> Iterable[Span]:
         return http_spans(record, self._http_factory)
 
-    def _build(self, records: Iterable[R], build: Callable[[R], Iterable[ReadableSpan]]) -> None:
+    def _build(self, records: Iterable[R], build: Callable[[R], Iterable[Span]]) -> None:
         for record in records:
             try:
                 self._ready.extend(build(record))
@@ -79,14 +80,17 @@ class SpanPipeline:
                 _log.error("span_build_failed", error=repr(error))
             if len(self._ready) >= _OFFER_SPANS:
                 self._offer()
+            if len(self._ready) >= self._breathe_at:
+                self._breathe_at = len(self._ready) + _BREATH_SPANS
                 time.sleep(_BREATH_SECONDS)
 
     def _offer(self) -> None:
-        spans, self._ready = self._ready, []
+        spans, self._ready, self._breathe_at = self._ready, [], _BREATH_SPANS
         if spans:
             for sink in self._sinks:
                 sink.offer(spans)
 
 
 def _factory(service: str, attributes: Mapping[str, str], version: str) -> SpanFactory:
-    return SpanFactory(Resource.create({**attributes, names.SERVICE_NAME: service}), version)
+    resource = Resource.create({**attributes, names.SERVICE_NAME: service})
+    return SpanFactory(resource.attributes, version)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.trace import Link, SpanContext
+from opentelemetry.trace import SpanContext
 from opentelemetry.util.types import AttributeValue
 
 from . import names
 from .context import child_context, parse_traceparent, root_context
 from .records import RequestRecord
-from .spans import Attributes, DecodeBook, DecodeNotes, Round, SpanFactory, status_of
+from .spans import Attributes, DecodeBook, DecodeNotes, Round, Span, SpanFactory
 
 
 class RequestSpans:
@@ -22,7 +21,7 @@ class RequestSpans:
         self._factory = factory
         self._book = book
 
-    def build(self, request: RequestRecord) -> Iterator[ReadableSpan]:
+    def build(self, request: RequestRecord) -> Iterator[Span]:
         notes = self._book.take(int(request.decode_span_id, 16))
         if request.traceparent is None:
             parent = root_context()
@@ -51,7 +50,7 @@ class RequestSpans:
                 names.DECODE_ROUNDS, decode, one.start, one.end, _round(request, one)
             )
 
-    def _root(self, request: RequestRecord, context: SpanContext) -> ReadableSpan:
+    def _root(self, request: RequestRecord, context: SpanContext) -> Span:
         attributes = {
             names.REQUEST_ID: request.request_id,
             names.GEN_AI_PROVIDER: "specserve",
@@ -64,7 +63,7 @@ class RequestSpans:
             request.arrival,
             request.finished,
             attributes,
-            status=status_of(request.error),
+            error=request.error,
         )
 
     def _decode(
@@ -73,7 +72,7 @@ class RequestSpans:
         context: SpanContext,
         parent: SpanContext,
         notes: DecodeNotes,
-    ) -> ReadableSpan:
+    ) -> Span:
         """Always built, even for a request aborted in the queue: steps may link to it."""
         start = request.finished if request.first_token is None else request.first_token
         attributes = _decode_attributes(request)
@@ -86,8 +85,8 @@ class RequestSpans:
             start,
             request.finished,
             attributes,
-            links=[Link(other) for other in (*notes.windows, *notes.steps)],
-            status=status_of(request.error),
+            links=(*notes.windows, *notes.steps),
+            error=request.error,
         )
 
 

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from io import BufferedRandom
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-
 from .export import ExportSettings, Protocols, SpanCounts
 from .logs import get_logger
+from .otlp_delivery import open_delivery
 from .otlp_json import encode_line
+from .otlp_protobuf import encode_request, encode_span
 from .recorder import BoundedQueue
+from .spans import Origin, Span
 
-_BATCH_SPANS = 64  # two noisy runs: no worse for the event loop's p99 than 16
+_REQUEST_SPANS = 512  # of one request, or
+_REQUEST_BYTES = 2**20  # collectors take 4 MiB over gRPC, unless told otherwise
+_LINE_SPANS = 32
 _QUEUED_SPANS = 4096
-_EXPORT_TIMEOUT_SECONDS = 10.0
 _OLD_FILES = 3  # trace files kept beside the one that is written
 _HTTP_EXAMPLE = "http://127.0.0.1:4318"
 
@@ -31,7 +32,7 @@ _log = get_logger("specserve.tracing")
 
 
 class Sink(Protocol):
-    def offer(self, spans: Sequence[ReadableSpan]) -> None:
+    def offer(self, spans: Sequence[Span]) -> None:
         """Called by the drain thread only; returns at once."""
         ...
 
@@ -58,7 +59,11 @@ class FileSink:
             if self._file.read(1) != b"\n":  # an earlier run was cut off inside its last line
                 self._num_bytes += self._file.write(b"\n")
 
-    def offer(self, spans: Sequence[ReadableSpan]) -> None:
+    def offer(self, spans: Sequence[Span]) -> None:
+        for first in range(0, len(spans), _LINE_SPANS):
+            self._write(spans[first : first + _LINE_SPANS])
+
+    def _write(self, spans: Sequence[Span]) -> None:
         try:
             line = encode_line(spans)
             if self._num_bytes and self._num_bytes + len(line) > self._max_bytes:
@@ -96,14 +101,14 @@ class OtlpSink:
 
     def __init__(self, url: str, protocol: Protocols, counts: SpanCounts) -> None:
         self._counts = counts
-        self._queue: BoundedQueue[ReadableSpan] = BoundedQueue(_QUEUED_SPANS)
-        self._exporter = _span_exporter(url, protocol)
+        self._queue: BoundedQueue[Span] = BoundedQueue(_QUEUED_SPANS)
+        self._delivery = open_delivery(url, protocol)
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="specserve-otlp", daemon=True)
         self._thread.start()
 
-    def offer(self, spans: Sequence[ReadableSpan]) -> None:
+    def offer(self, spans: Sequence[Span]) -> None:
         num_kept = sum(self._queue.put(span) for span in spans)
         self._counts.num_spans_dropped_at_queue += len(spans) - num_kept
         if num_kept:
@@ -116,9 +121,7 @@ class OtlpSink:
         gave_up = self._thread.is_alive()
         num_left = len(self._queue.take())
         self._counts.num_spans_dropped_at_queue += num_left
-        # Ends a retry that is waiting; the export thread counts its batch. The SDK's method has no
-        # annotations.
-        self._exporter.shutdown()
+        self._delivery.close()  # the thread counts the request that it is at
         if gave_up:
             _log.warning("trace_export_gave_up", num_spans_dropped=num_left)
 
@@ -126,33 +129,51 @@ class OtlpSink:
         while True:
             self._wake.wait()
             self._wake.clear()
-            while batch := self._queue.take(_BATCH_SPANS):
-                if not self._deliver(batch):
-                    self._counts.num_spans_dropped_at_export += len(batch)
+            while spans := self._queue.take(_REQUEST_SPANS):
+                for part in self._requests(spans):
+                    self._deliver(part)
             if self._closing.is_set():
                 return
 
-    def _deliver(self, batch: list[ReadableSpan]) -> bool:
+    def _requests(self, spans: Sequence[Span]) -> Iterator[_Request]:
+        request = _Request()
+        for span in spans:
+            try:
+                request.add(span)
+            except ValueError as error:  # a text that is no Unicode
+                self._counts.num_spans_dropped_at_export += 1
+                _log.error("span_encoding_failed", error=repr(error))
+            if request.num_bytes >= _REQUEST_BYTES:
+                yield request
+                request = _Request()
+        yield request
+
+    def _deliver(self, request: _Request) -> None:
         try:
-            return self._exporter.export(batch) is SpanExportResult.SUCCESS
-        except Exception as error:  # older exporters (1.38 does) raise where a collector is down
+            delivered = not request.num_spans or self._delivery.deliver(request.encode())
+        except Exception as error:  # of a library; the thread must not end
             _log.warning("trace_export_failed", error=repr(error))
-            return False
+            delivered = False
+        if not delivered:
+            self._counts.num_spans_dropped_at_export += request.num_spans
 
 
-def _span_exporter(url: str, protocol: Protocols) -> SpanExporter:
-    """Imported here: what they bring is of no use to a server without --otlp-endpoint."""
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
-            OTLPSpanExporter as GrpcExporter,
-        )
+class _Request:
+    """An ExportTraceServiceRequest while it grows: encoded spans by their origin."""
 
-        return GrpcExporter(endpoint=url, timeout=_EXPORT_TIMEOUT_SECONDS)
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
-        OTLPSpanExporter as HttpExporter,
-    )
+    def __init__(self) -> None:
+        self._by_origin: dict[int, tuple[Origin, list[bytes]]] = {}
+        self.num_spans = 0
+        self.num_bytes = 0
 
-    return HttpExporter(endpoint=url, timeout=_EXPORT_TIMEOUT_SECONDS)
+    def add(self, span: Span) -> None:
+        data = encode_span(span)
+        self._by_origin.setdefault(id(span.origin), (span.origin, []))[1].append(data)
+        self.num_spans += 1
+        self.num_bytes += len(data)
+
+    def encode(self) -> bytes:
+        return b"".join(encode_request(*group) for group in self._by_origin.values())
 
 
 def open_sinks(settings: ExportSettings, counts: SpanCounts) -> list[Sink]:

@@ -8,6 +8,7 @@ there is no thread, no process, no queue, and no tracer.
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 import uuid
@@ -22,6 +23,7 @@ from .exporter_process import ExporterProcess
 from .in_process import InProcessExporter
 from .logs import get_logger
 from .metrics import Metrics
+from .otlp_delivery import Environment
 from .recorder import Recorder
 from .server_tracer import ServerTracer
 from .sinks import endpoint_url
@@ -86,7 +88,8 @@ def _exporter(
 ) -> Exporter:
     if settings.exporter == "thread":
         return InProcessExporter(settings, metrics, resource=resource, version=version)
-    endpoint_url(settings)  # here, where whoever started the server sees the error
+    if endpoint_url(settings) is not None:  # here, where whoever started the server sees the error
+        Environment.read(os.environ)
     if settings.trace_file is not None:
         _probe(Path(settings.trace_file))
     return ExporterProcess(settings, metrics, resource=resource, version=version)
