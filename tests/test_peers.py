@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import save_file
 
 from specserve_loadgen.cli import main
+from specserve_loadgen.client import limit_of
 from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.peers import compare, restrict
 from specserve_loadgen.peers_install import Recipe, Step, install, is_installed
@@ -40,6 +41,7 @@ from specserve_loadgen.peers_report import (
 )
 from specserve_loadgen.peers_servers import Lineup, Running, lineup
 from specserve_loadgen.prompts import Message, Prompt, load_prompts
+from specserve_loadgen.settings import Settings
 from tests.peer_words import a_server
 from tests.small_tokenizers import saved, words
 from tests.tiny_models import random_weights, tiny_config
@@ -269,7 +271,9 @@ def test_servers_take_turns_and_the_report_survives_as_json(tmp_path: Path) -> N
     assert [turn.server for turn in report.turns] == ["fast", "slow", "broken"] * 2
     assert [turn.error is None for turn in report.turns] == [True, True, False] * 2
     assert {one.num_failed for one in report.measured} == {0}
-    assert {one.num_output_tokens for one in report.measured if one.cell == CHAT_1} == {12}
+    lengths = Settings(url="", max_tokens=4, shortest=2)
+    wanted = sum(limit_of(lengths, idx) for idx in range(3))
+    assert {one.num_output_tokens for one in report.measured if one.cell == CHAT_1} == {wanted}
     chat = [r for r in report.ratios if r.cell == "chat c1" and r.claim == "best int8 peer"]
     assert [(r.ours, r.other, len(r.per_round)) for r in chat] == [("fast", "slow", 2)]
     assert chat[0].ratio > 1

@@ -5,11 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from specserve_loadgen.client import limit_of
 from specserve_loadgen.peers_measure import (
     PREFILL_TOKENS,
     Cell,
     Measured,
     Supply,
+    Turn,
     make_cells,
     measured,
     prefill_prompts,
@@ -26,11 +28,15 @@ from specserve_loadgen.peers_report import (
     render,
 )
 from specserve_loadgen.peers_servers import Server
-from specserve_loadgen.prompts import Message, Prompt, load_prompts
+from specserve_loadgen.prompts import Message, Prompt
 from specserve_loadgen.records import Chunk, Failure, RequestRecord
+from specserve_loadgen.settings import Settings
+from tests import http_server
 from tests.peer_words import a_server
+from tests.scripted import says
 
 CHAT_1 = Cell(workload="chat", concurrency=1)
+CHAT_2 = Cell(workload="chat", concurrency=2)
 PREFILL = Cell(workload="prefill", concurrency=1)
 
 
@@ -80,6 +86,12 @@ def test_output_speed_is_all_tokens_over_the_time_from_first_send_to_last_end() 
     assert (one.num_requests, one.num_failed, one.num_output_tokens) == (2, 0, 6)
 
 
+def test_output_speed_of_several_users_is_counted_while_all_are_busy() -> None:
+    records = [a_record(0, sent=0.0), a_record(1, sent=0.3), a_record(2, sent=0.7)]
+    # Up to the last one sent: three of the first (.5, .6, .7); the second one's come later.
+    assert measured(CHAT_2, "a", 0, records).tokens_per_second == pytest.approx(3 / 0.7)
+
+
 def test_prompt_speed_is_the_median_of_prompt_tokens_over_time() -> None:
     records = [
         a_record(idx, sent=10.0 * idx, first=seconds, gaps=(), num_prompt_tokens=500)
@@ -108,14 +120,17 @@ def test_prompts_of_a_turn_are_new_until_the_file_is_used_up() -> None:
     assert [repeated for _, repeated in taken] == [0, 1, 3]
 
 
-def test_the_shipped_prompts_are_enough_for_the_default_loads() -> None:
-    supplies = {
-        name: Supply(prompts) for name, prompts in split_workloads(load_prompts(None)).items()
-    }
-    for cell in make_cells((1, 4, 8, 16)):
-        if cell.workload != "prefill":
-            _, repeated = supplies[cell.workload].take(max(3, cell.concurrency))
-            assert repeated == 0, cell.label
+async def test_a_cell_sends_three_requests_per_user_of_varied_length_each_salted() -> None:
+    async with http_server.a_server(says("one two three four", then=None)) as server:
+        prompts = [
+            Prompt(prompt_id="only", category="chat", messages=(Message("user", "Say it."),))
+        ]
+        turn = Turn("ours", {"chat": prompts}, round_idx=0, max_tokens=8)
+        one = await turn.measure(f"http://127.0.0.1:{server.port}", CHAT_2)
+    assert (one.num_requests, one.num_failed, one.num_repeated_prompts) == (6, 0, 5)
+    limits = Settings(url="", max_tokens=8, shortest=4)
+    assert one.num_output_tokens == sum(limit_of(limits, idx) for idx in range(6))
+    assert one.num_cached_tokens == 0  # the prompt came six times, and was read six times
 
 
 def test_copying_is_measured_at_the_lowest_and_the_highest_load() -> None:

@@ -9,19 +9,21 @@ import pytest
 
 from specserve.server.keys import KeyRing
 from specserve.server.state import ServerSettings
+from specserve_loadgen.busy import busy_rate
 from specserve_loadgen.client import limit_of, request_body
 from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.never_slower import (
     Arm,
     ArmResult,
+    Cell,
     Plan,
     Study,
     make_cell,
     requests_per_round,
     run_study,
-    tokens_per_second,
     workload_prompts,
 )
+from specserve_loadgen.never_slower_report import describe, render_study
 from specserve_loadgen.prompts import load_prompts
 from specserve_loadgen.records import Chunk
 from specserve_loadgen.settings import Settings
@@ -55,10 +57,10 @@ def test_ratios_are_of_the_same_round_so_a_drift_of_the_machine_cancels() -> Non
 
 
 def test_the_best_fixed_choice_is_the_one_with_the_best_median() -> None:
-    cell = a_cell((19, 19, 19), (10, 10, 10), (20, 20, 1))
+    cell = a_cell((19,) * 5, (10,) * 5, (20, 20, 20, 20, 1))
     assert cell.best_fixed == "ngram:3"
     assert cell.auto_over_best_fixed == pytest.approx(0.95)
-    assert cell.best_fixed_over_off == 2.0
+    assert cell.best_fixed_over_off == pytest.approx(2.0)
 
 
 def test_answers_differ_in_length_evenly_and_alike_in_every_run() -> None:
@@ -76,8 +78,8 @@ def test_speed_is_counted_while_every_user_is_busy() -> None:
     first = msgspec.structs.replace(one, ended=2.0, chunks=(Chunk(1.0, 3), Chunk(2.0, 5)))
     second = msgspec.structs.replace(one, ended=9.0, chunks=(Chunk(1.5, 2), Chunk(9.0, 90)))
     third = msgspec.structs.replace(one, sent=2.0, ended=4.0, chunks=(Chunk(3.0, 70),))
-    assert tokens_per_second([first, second, third]) == (3 + 5 + 2) / 2.0
-    assert tokens_per_second([first, second]) == (3 + 5 + 2) / 2.0  # one request per user
+    assert busy_rate([first, second, third]) == (3 + 5 + 2) / 2.0
+    assert busy_rate([first, second]) == (3 + 5 + 2) / 2.0  # one request per user
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,41 @@ def test_a_cell_holds_down_to_98_percent_of_off_and_97_of_the_best(
     auto: float, off: float, fixed: float, holds: bool
 ) -> None:
     assert a_cell((auto,), (off,), (fixed,)).holds is holds
+
+
+def test_a_cell_is_sure_once_no_interval_has_its_goal_inside() -> None:
+    off = (100.0,) * 6
+    below = (90.0,) * 6
+    assert a_cell((101.0,) * 6, off, below).is_sure
+    assert not a_cell((101.0,) * 5, off[:5], below[:5]).is_sure  # five rounds tell nothing
+    unsure = a_cell((97.0, 97.5, 98.5, 99.0, 99.5, 100.0), off, below)
+    assert unsure.holds
+    assert not unsure.is_sure
+    slower = a_cell((90.0, 91.0, 92.0, 93.0, 94.0, 95.0), off, (1.0,) * 6)
+    assert not slower.holds
+    assert slower.is_sure
+    behind_best = a_cell((110.0,) * 6, off, (120.0,) * 6)
+    assert not behind_best.holds
+    assert behind_best.is_sure
+
+
+async def test_a_cell_that_is_not_sure_gets_more_rounds_up_to_the_most() -> None:
+    async with a_server(says("one two three four five six", then=None)) as server:
+        plan = Plan(
+            url=f"http://127.0.0.1:{server.port}",
+            fixed=(),
+            concurrencies=(1,),
+            workloads=("chat",),
+            rounds=2,  # six rounds at least make an interval
+            most_rounds=4,
+            max_tokens=4,
+        )
+        study = await run_study(plan, lambda cell: None)
+    (cell,) = study.cells
+    assert not cell.is_sure
+    assert {len(arm.tokens_per_second) for arm in cell.arms} == {4}
+    assert "not sure" in describe(cell)
+    assert "1 of them not for sure" in render_study(study)
 
 
 def test_random_prompts_repeat_with_the_seed_and_differ_from_one_another() -> None:
@@ -120,12 +157,13 @@ async def test_a_study_of_a_real_server_measures_every_arm_and_sees_equal_texts(
             concurrencies=(1, 3),
             workloads=("chat",),
             rounds=2,
+            most_rounds=2,
             max_tokens=12,
         )
-        lines: list[str] = []
-        study = await run_study(plan, lines.append)
+        cells: list[Cell] = []
+        study = await run_study(plan, cells.append)
     assert [cell.concurrency for cell in study.cells] == [1, 3]
-    assert len(lines) == 2
+    assert tuple(cells) == study.cells
     for cell in study.cells:
         by_name = {arm.arm: arm for arm in cell.arms}
         assert set(by_name) == {"auto", "off", "oracle:3", "anti:3"}
@@ -152,11 +190,17 @@ async def test_a_server_with_keys_is_studied_with_one_and_no_report_holds_it() -
     async with a_server(says("one two three", then=None), settings=settings) as server:
         url = f"http://127.0.0.1:{server.port}"
         plan = Plan(
-            url=url, fixed=(), concurrencies=(1,), workloads=("chat",), rounds=1, max_tokens=4
+            url=url,
+            fixed=(),
+            concurrencies=(1,),
+            workloads=("chat",),
+            rounds=1,
+            most_rounds=1,
+            max_tokens=4,
         )
         with pytest.raises(LoadgenError, match="401"):
-            await run_study(plan, lambda line: None)
-        study = await run_study(plan, lambda line: None, "secret-key")
+            await run_study(plan, lambda cell: None)
+        study = await run_study(plan, lambda cell: None, "secret-key")
     assert len(study.cells) == 1
     assert b"secret-key" not in msgspec.json.encode(study)
 
@@ -176,10 +220,11 @@ async def test_an_adversarial_cell_has_the_wrong_drafter_as_a_fixed_choice() -> 
             concurrencies=(2,),
             workloads=("adversarial",),
             rounds=1,
+            most_rounds=1,
             max_tokens=12,
             seconds_per_cell=0.5,
         )
-        study = await run_study(plan, lambda line: None)
+        study = await run_study(plan, lambda cell: None)
     (cell,) = study.cells
     by_name = {arm.arm: arm for arm in cell.arms}
     assert set(by_name) == {"auto", "off", "oracle:3", "anti:3"}
@@ -194,7 +239,7 @@ async def test_a_choice_that_the_server_has_not_is_refused_before_anything_runs(
     async with a_server(says("one two three", then=None)) as server:
         plan = Plan(url=f"http://127.0.0.1:{server.port}", fixed=(Arm("eagle3:3", "eagle3", 3),))
         with pytest.raises(LoadgenError, match=r"refuses eagle3:3 .*--drafters"):
-            await run_study(plan, lambda line: None)
+            await run_study(plan, lambda cell: None)
 
 
 def test_without_a_server_the_study_says_so(

@@ -2,9 +2,10 @@
 
 One server, one set of prompts per workload. In every round each arm (auto, off, each fixed drafter
 and K) sends the same prompts with the same seeds, in an order that rotates, so that a drift of the
-machine meets all arms alike. A round's ratio is of two neighbouring runs; a cell's is the median
-over rounds. Each run has a cache salt of its own: no arm reads from the prefix cache or the suffix
-corpus what another arm has just computed.
+machine meets all arms alike. A round's ratio is of two neighbouring runs; a cell's is the typical
+one of its rounds with an interval (paired_rounds.py), and where that interval does not tell yet
+whether the cell holds, more rounds follow, up to `most_rounds`. Each run has a cache salt of its
+own: no arm reads from the prefix cache or the suffix corpus what another arm has just computed.
 
 The adversarial workload is for a server that has the drafter `anti` loaded, whose every guess is
 wrong although it looks sure: `auto` has it among its choices there, in the other workloads, too.
@@ -20,14 +21,16 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from specserve_loadgen.busy import busy_rate
 from specserve_loadgen.errors import LoadgenError
+from specserve_loadgen.intervals import Interval
+from specserve_loadgen.paired_rounds import rounds_interval
 from specserve_loadgen.prompts import Message, Prompt, load_prompts
 from specserve_loadgen.records import RequestRecord
-from specserve_loadgen.render import MISSING, table
 from specserve_loadgen.run import RunResult, run_load
 from specserve_loadgen.settings import ClosedLoop, Settings
 
-SCHEMA = "specserve.study.never-slower/1"
+SCHEMA = "specserve.study.never-slower/2"
 AUTO_OVER_OFF, AUTO_OVER_BEST = 0.98, 0.97  # what the study asks of every cell
 RANDOM = "random"
 ADVERSARIAL = "adversarial"
@@ -58,7 +61,8 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """auto_over_*: medians over rounds of the ratio of output tokens per second; *_range: min, max.
+    """auto_over_*: typical ratios of output tokens per second, of rounds; *_range: min, max;
+    *_interval: 95 %, None below six rounds.
 
     num_requests:       that each arm sent in a round
     same_output_tokens: every arm emitted as many tokens in every round, as exact replay demands
@@ -68,8 +72,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     workload: str
     auto_over_off: float
     auto_over_off_range: tuple[float, float]
+    auto_over_off_interval: tuple[float, float] | None
     best_fixed: str
     auto_over_best_fixed: float
+    auto_over_best_fixed_interval: tuple[float, float] | None
     best_fixed_over_off: float
     num_requests: int
     same_output_tokens: bool
@@ -79,6 +85,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     def holds(self) -> bool:
         return self.auto_over_off >= AUTO_OVER_OFF and self.auto_over_best_fixed >= AUTO_OVER_BEST
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether the intervals leave no doubt about that."""
+        off = _side(self.auto_over_off_interval, AUTO_OVER_OFF)
+        best = _side(self.auto_over_best_fixed_interval, AUTO_OVER_BEST)
+        return (off is True and best is True) or off is False or best is False
+
 
 class Study(msgspec.Struct, frozen=True, kw_only=True):
     schema: str
@@ -86,6 +99,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     server_version: str | None
     url: str
     rounds: int
+    most_rounds: int
     max_tokens: int
     requests_per_user: int
     seconds_per_cell: float | None
@@ -102,14 +116,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What to run. Each arm of a cell sends concurrency * requests_per_user requests in a round.
 
     seconds_per_cell: as many requests instead as fit into it, by the speed of the warm-up, rounds
-                      and arms included; at least one per user
+                      and arms included; at least one per user. Rounds beyond `rounds` come on top
+    most_rounds:      of a cell that its rounds do not decide
     """
 
     url: str
     fixed: tuple[Arm, ...]
     concurrencies: tuple[int, ...] = (1, 4, 8, 16, 32)
     workloads: tuple[str, ...] = WORKLOADS
-    rounds: int = 3
+    rounds: int = 6
+    most_rounds: int = 18
     max_tokens: int = 96
     requests_per_user: int = 3
     seconds_per_cell: float | None = None
@@ -121,7 +137,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return [AUTO, OFF, *self.fixed, *more]
 
 
-async def run_study(plan: Plan, say: Callable[[str], None], api_key: str | None = None) -> Study:
+async def run_study(plan: Plan, say: Callable[[Cell], None], api_key: str | None = None) -> Study:
     """All cells; LoadgenError when there is no server or a request fails."""
     cells = []
     started = time.perf_counter()
@@ -131,7 +147,7 @@ async def run_study(plan: Plan, say: Callable[[str], None], api_key: str | None 
         for concurrency in plan.concurrencies:
             cell, info = await _run_cell(plan, workload, concurrency, api_key)
             cells.append(cell)
-            say(describe(cell))
+            say(cell)
     if info is None:
         raise LoadgenError("the study has no cells: name at least one workload and concurrency")
     return Study(
@@ -140,6 +156,7 @@ async def run_study(plan: Plan, say: Callable[[str], None], api_key: str | None 
         server_version=info.server_version,
         url=plan.url,
         rounds=plan.rounds,
+        most_rounds=plan.most_rounds,
         max_tokens=plan.max_tokens,
         requests_per_user=plan.requests_per_user,
         seconds_per_cell=plan.seconds_per_cell,
@@ -168,34 +185,69 @@ async def _check_arms(plan: Plan, api_key: str | None) -> None:
 async def _run_cell(
     plan: Plan, workload: str, concurrency: int, api_key: str | None
 ) -> tuple[Cell, RunResult]:
-    arms = plan.arms(workload)
-    prompts = workload_prompts(workload, plan.seed)
-    speeds: dict[str, list[float]] = {arm.name: [] for arm in arms}
-    records: dict[str, list[RequestRecord]] = {arm.name: [] for arm in arms}
-    outputs: dict[str, list[int]] = {arm.name: [] for arm in arms}
-    result: RunResult | None = None
-    num_requests = concurrency  # of the warm-up
-    for round_idx in range(-1, plan.rounds):  # round -1 warms the server up and is in no number
-        first = round_idx % len(arms)
+    runs = _Runs(plan, workload, concurrency, api_key)
+    await runs.round(-1)  # warms the server up and is in no number
+    num_rounds = max(plan.rounds, plan.most_rounds)
+    for round_idx in range(num_rounds):
+        await runs.round(round_idx)
+        if round_idx + 1 >= plan.rounds and (cell := runs.cell()).is_sure:
+            break
+    else:
+        cell = runs.cell()
+    assert runs.result is not None
+    return cell, runs.result
+
+
+class _Runs:
+    """What the arms of one cell did so far."""
+
+    def __init__(self, plan: Plan, workload: str, concurrency: int, api_key: str | None) -> None:
+        self._plan, self._workload, self._concurrency = plan, workload, concurrency
+        self._api_key = api_key
+        self._arms = plan.arms(workload)
+        self._prompts = workload_prompts(workload, plan.seed)
+        self._speeds: dict[str, list[float]] = {arm.name: [] for arm in self._arms}
+        self._records: dict[str, list[RequestRecord]] = {arm.name: [] for arm in self._arms}
+        self._outputs: set[int] = set()  # tokens of one arm's run
+        self._num_requests = concurrency  # of the warm-up
+        self.result: RunResult | None = None
+
+    async def round(self, round_idx: int) -> None:
+        """One run of each arm; LoadgenError where a request fails."""
+        first = round_idx % len(self._arms)
         began = time.perf_counter()
-        for arm in [*arms[first:], *arms[:first]]:
-            settings = _settings(plan, arm, workload, concurrency, round_idx, num_requests)
-            result = await run_load(settings, prompts, api_key=api_key)
+        for arm in [*self._arms[first:], *self._arms[:first]]:
+            settings = _settings(
+                self._plan,
+                arm,
+                self._workload,
+                self._concurrency,
+                round_idx,
+                self._num_requests,
+            )
+            result = await run_load(settings, self._prompts, api_key=self._api_key)
+            self.result = result
             failed = [record for record in result.records if record.failure is not None]
             if failed or result.interrupted:
                 why = failed[0].failure if failed else "it was interrupted"
-                raise LoadgenError(f"{workload}, c{concurrency}, {arm.name}: {why}")
+                raise LoadgenError(f"{self._workload}, c{self._concurrency}, {arm.name}: {why}")
             if round_idx >= 0:
-                speeds[arm.name].append(tokens_per_second(result.records))
-                records[arm.name] += result.records
-                outputs[arm.name].append(sum(r.num_output_tokens for r in result.records))
+                self._speeds[arm.name].append(busy_rate(result.records))
+                self._records[arm.name] += result.records
+                self._outputs.add(sum(r.num_output_tokens for r in result.records))
         if round_idx < 0:
-            num_requests = requests_per_round(plan, concurrency, time.perf_counter() - began)
-    assert result is not None
-    results = [_arm_result(arm.name, speeds[arm.name], records[arm.name]) for arm in arms]
-    same = len({count for counts in outputs.values() for count in counts}) == 1
-    cell = make_cell(concurrency, workload, results, num_requests, same_output_tokens=same)
-    return cell, result
+            seconds = time.perf_counter() - began
+            self._num_requests = requests_per_round(self._plan, self._concurrency, seconds)
+
+    def cell(self) -> Cell:
+        names = [arm.name for arm in self._arms]
+        return make_cell(
+            self._concurrency,
+            self._workload,
+            [_arm_result(name, self._speeds[name], self._records[name]) for name in names],
+            self._num_requests,
+            same_output_tokens=len(self._outputs) == 1,
+        )
 
 
 def requests_per_round(plan: Plan, concurrency: int, warm_up_seconds: float) -> int:
@@ -227,16 +279,6 @@ def _settings(
     )
 
 
-def tokens_per_second(records: Sequence[RequestRecord]) -> float:
-    """Output tokens that arrived while every user was busy, over that time: from the first request
-    sent to the last one sent. With one request per user, until the first one ended.
-    """
-    began = min(r.sent for r in records)
-    end = max(max(r.sent for r in records), min(r.ended for r in records))
-    arrived = sum(c.num_tokens for r in records for c in r.chunks if c.seconds <= end)
-    return arrived / (end - began)
-
-
 def _arm_result(name: str, speeds: Sequence[float], records: Sequence[RequestRecord]) -> ArmResult:
     known = [r.speculative for r in records if r.speculative is not None]
     drafted = sum(s.num_draft_tokens for s in known)
@@ -262,24 +304,40 @@ def make_cell(
     *,
     same_output_tokens: bool,
 ) -> Cell:
-    """The cell's ratios: of the same round, then the median. Needs auto, off and a fixed arm."""
+    """The cell's ratios: of the same round, then the typical one. Needs auto, off, a fixed arm."""
     by_name = {arm.arm: arm for arm in arms}
     auto, off = by_name[AUTO.name], by_name[OFF.name]
     fixed = [arm for arm in arms if arm.arm not in (AUTO.name,)]  # off is a fixed choice, too
     best = max(fixed, key=lambda arm: statistics.median(arm.tokens_per_second))
     over_off = _ratios(auto, off)
+    off_interval, best_interval = rounds_interval(over_off), rounds_interval(_ratios(auto, best))
     return Cell(
         concurrency=concurrency,
         workload=workload,
-        auto_over_off=statistics.median(over_off),
+        auto_over_off=off_interval.estimate,
         auto_over_off_range=(min(over_off), max(over_off)),
+        auto_over_off_interval=_bounds(off_interval),
         best_fixed=best.arm,
-        auto_over_best_fixed=statistics.median(_ratios(auto, best)),
-        best_fixed_over_off=statistics.median(_ratios(best, off)),
+        auto_over_best_fixed=best_interval.estimate,
+        auto_over_best_fixed_interval=_bounds(best_interval),
+        best_fixed_over_off=rounds_interval(_ratios(best, off)).estimate,
         num_requests=num_requests,
         same_output_tokens=same_output_tokens,
         arms=tuple(arms),
     )
+
+
+def _bounds(interval: Interval) -> tuple[float, float] | None:
+    if interval.low is None or interval.high is None:
+        return None
+    return interval.low, interval.high
+
+
+def _side(interval: tuple[float, float] | None, goal: float) -> bool | None:
+    """Whether a ratio lies above its goal; None: its interval does not tell."""
+    if interval is None or interval[0] < goal <= interval[1]:
+        return None
+    return interval[0] >= goal
 
 
 def _ratios(one: ArmResult, other: ArmResult) -> list[float]:
@@ -306,46 +364,3 @@ def workload_prompts(workload: str, seed: int) -> list[Prompt]:
         )
         for idx in range(16)
     ]
-
-
-def describe(cell: Cell) -> str:
-    """One line for a person who waits."""
-    low, high = cell.auto_over_off_range
-    verdict = "holds" if cell.holds else "FALLS SHORT"
-    return (
-        f"{cell.workload:>10} c{cell.concurrency:<3} auto/off {cell.auto_over_off:.3f} "
-        f"({low:.2f}-{high:.2f})  auto/best {cell.auto_over_best_fixed:.3f} "
-        f"(best: {cell.best_fixed})  {verdict}"
-    )
-
-
-def render_study(study: Study) -> str:
-    rows = [
-        ["workload", "c", "off tok/s", "auto tok/s", "auto/off", "auto/best", "best", "tok/step"]
-    ]
-    for cell in study.cells:
-        by_name = {arm.arm: arm for arm in cell.arms}
-        auto, off = by_name[AUTO.name], by_name[OFF.name]
-        length = auto.mean_acceptance_length
-        rows.append(
-            [
-                cell.workload,
-                str(cell.concurrency),
-                f"{statistics.median(off.tokens_per_second):.1f}",
-                f"{statistics.median(auto.tokens_per_second):.1f}",
-                f"{cell.auto_over_off:.3f}",
-                f"{cell.auto_over_best_fixed:.3f}",
-                cell.best_fixed,
-                MISSING if length is None else f"{length:.2f}",
-            ]
-        )
-    wanted = f"auto/off >= {AUTO_OVER_OFF} and auto/best >= {AUTO_OVER_BEST}"
-    num_holding = len(study.cells) - study.num_failing
-    differing = sum(not cell.same_output_tokens for cell in study.cells)
-    lines = [
-        table(rows),
-        f"{num_holding} of {len(study.cells)} cells hold ({wanted}); {study.seconds:.0f} s",
-    ]
-    if differing:
-        lines.append(f"{differing} cells emitted different numbers of tokens under different arms")
-    return "\n".join(lines)

@@ -1,8 +1,10 @@
 """What is measured of one started server: prompt speed, and output speed per workload and load.
 
-Every server gets the same prompts in the same order, greedy, with the end of text ignored so that
-all texts are equally long. No prompt is sent twice to a server before it is started anew, unless
-the file has too few; `num_repeated_prompts` then says how many were.
+Every server gets the same prompts in the same order, greedy, with the end of text ignored, and of
+every answer the same length, which varies: answers of one length would march in step and bring all
+new prompts at once. Where the file has too few prompts some come again before the server is started
+anew; `num_repeated_prompts` says how many. Each request has a cache salt of its own, so that ours
+(and vLLM) finds nothing of the last time; a server that knows no salts may gain by it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from specserve_loadgen.busy import busy_rate
 from specserve_loadgen.errors import LoadgenError
 from specserve_loadgen.latency import itl_per_token, ttft
 from specserve_loadgen.prompts import Message, Prompt
@@ -24,7 +27,7 @@ from specserve_loadgen.words import WORDS
 
 CHAT = ("chat", "math", "code", "translation")
 EDIT = ("edit", "repetition", "summarise")
-LEAST_REQUESTS = 3  # of a cell: one text says little about one user
+REQUESTS_PER_USER = 3
 PREFILL_REQUESTS = 3
 PREFILL_TOKENS = 512
 WARMUP_REQUESTS = 4
@@ -151,9 +154,15 @@ class Turn:
             num_repeated = 0
             settings = self._settings(url, "completions", 1, len(prompts), 1)
         else:
-            count = max(LEAST_REQUESTS, cell.concurrency)
+            count = REQUESTS_PER_USER * cell.concurrency
             prompts, num_repeated = self._supplies[cell.workload].take(count)
             settings = self._settings(url, "chat", cell.concurrency, count, self._max_tokens)
+            settings = msgspec.structs.replace(
+                settings,
+                shortest=-(-self._max_tokens // 2),
+                cache_salt=f"{self.round_idx}/{cell.label}",
+                salt_per_request=True,
+            )
         result = await run_load(settings, prompts, catch_sigint=False)
         return measured(
             cell, self._server, self.round_idx, result.records, num_repeated=num_repeated
@@ -214,12 +223,15 @@ def _rate(cell: Cell, records: Sequence[RequestRecord]) -> float:
     """Tokens/s; 0 where nothing succeeded.
 
     Prefill: the median over requests of prompt tokens per time to the end of a one-token reply.
-    Otherwise: output tokens of all requests, from the first one sent to the last one ended.
+    One user: output tokens of all requests, from the first one sent to the last one ended.
+    Several: those that came while all of them were busy.
     """
     if not records:
         return 0.0
     if cell.workload == "prefill":
         rates = sorted((r.num_prompt_tokens or 0) / (r.ended - r.sent) for r in records)
         return percentile(rates, 0.5)
+    if cell.concurrency > 1:
+        return busy_rate(records)
     seconds = max(r.ended for r in records) - min(r.sent for r in records)
     return sum(r.num_output_tokens for r in records) / seconds

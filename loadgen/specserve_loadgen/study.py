@@ -12,7 +12,8 @@ import msgspec
 
 from specserve_loadgen.cli import EXIT_FAILURES, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from specserve_loadgen.errors import LoadgenError
-from specserve_loadgen.never_slower import Arm, Plan, Study, render_study, run_study
+from specserve_loadgen.never_slower import Arm, Cell, Plan, Study, run_study
+from specserve_loadgen.never_slower_report import describe, render_study
 from specserve_loadgen.studies.command import COMMANDS
 from specserve_loadgen.studies.command import main as studies_main
 
@@ -28,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE
     try:
         study = asyncio.run(
-            run_study(plan_from(options), lambda line: print(line, flush=True), options.api_key)
+            run_study(
+                plan_from(options), lambda cell: print(describe(cell), flush=True), options.api_key
+            )
         )
     except LoadgenError as error:
         print(f"specserve study: error: {error}", file=sys.stderr)
@@ -39,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json is not None:
         _write(study, options.json)
     return EXIT_FAILURES if study.num_failing else EXIT_OK
+
+
+def _say(cell: Cell) -> None:
+    print(describe(cell), flush=True)
 
 
 def _write(study: Study, path: Path) -> None:
@@ -52,6 +59,7 @@ def plan_from(options: argparse.Namespace) -> Plan:
         concurrencies=_numbers("--concurrency", options.concurrency),
         workloads=tuple(name for name in options.workloads.split(",") if name),
         rounds=options.rounds,
+        most_rounds=options.most_rounds,
         max_tokens=options.max_tokens,
         requests_per_user=options.requests_per_user,
         seconds_per_cell=options.seconds_per_cell,
@@ -108,14 +116,22 @@ def _parser() -> argparse.ArgumentParser:
         help="categories of the shipped prompts, random, or adversarial (a server with "
         "--drafters suffix,ngram,anti)",
     )
-    parser.add_argument("--rounds", type=_at_least_1, default=3, help="default: 3")
+    parser.add_argument("--rounds", type=_at_least_1, default=6, help="default: 6")
+    parser.add_argument(
+        "--most-rounds",
+        type=_at_least_1,
+        default=18,
+        metavar="N",
+        help="of a cell whose intervals do not tell whether it holds (default: 18)",
+    )
     parser.add_argument("--max-tokens", type=_at_least_1, default=96)
     parser.add_argument("--requests-per-user", type=_at_least_1, default=3)
     parser.add_argument(
         "--seconds-per-cell",
         type=_seconds,
         metavar="S",
-        help="instead: as many requests as fit; 25 cells of 60 take 25 minutes",
+        help="instead: as many requests as fit; 25 cells of 60 take 25 minutes, and longer where "
+        "more rounds are needed",
     )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
