@@ -15,6 +15,7 @@ from specserve.speculation.survival import MARGINAL, NUM_SHAPES, Habit, Judged, 
 from specserve.types import RowPlan
 
 _FIRST_GAIN: Final = 0.5  # accepted guesses per call, before anything is known
+_AMORTISE: Final = 64  # steps that reading a text is spread over
 _FOLLOW: Final = 0.2
 _FOLLOW_ALL: Final = 0.02
 _FIRST_DEPTH: Final = 4.0  # levels of a tree
@@ -74,6 +75,15 @@ class Beliefs:
         """
         num_read = max(row.draft_kv_lens.get(name, 0), self.track(row.seq_id, name).num_read)
         return max(0, row.start + row.num_tokens - num_read - 1)
+
+    def reading_seconds(self, row: RowPlan, name: str) -> float:
+        """To read the text before guessing, spread over the steps that will profit."""
+        unread = self.num_unread(row, name)
+        if unread <= 1:
+            return 0.0
+        remaining = row.request.max_tokens - (len(row.history) - len(row.request.prompt_ids))
+        per_token = self.draft_costs[name].per_catch_up
+        return unread * per_token / max(1, min(_AMORTISE, remaining))
 
     def note_gains(
         self, rows: Iterable[AutoRow], chosen: Mapping[int, Seq[int]], share: float

@@ -14,7 +14,7 @@ exists: to drop a guess by its own value bends the law (verification.md 2.6).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Final
 
@@ -46,17 +46,17 @@ _NARROW: Final = 1.1  # where guesses gain less than this, such a step counts as
 _WORTH: Final = 1.01  # guesses must promise this much more than none: costs are known so well
 _CHEAP: Final = 0.02  # of a step, all rows together
 _MARGIN: Final = 1.005  # a call must promise this much more than going without
-_AMORTISE: Final = 64  # steps that reading a text is spread over
 _SHAPE_WIDTH: Final = (1, 2, 4)  # children per node of the shapes in survival.py
 _MOST_TREE_ROWS: Final = 8
 _TREE_EVERY: Final = 16  # calls for chains
 _SHAPE_KNOWN: Final = 24.0  # outcomes
 _Nodes = Mapping[int, Seq[int]]  # by AutoRow.idx
+_LONGEST_REST: Final = 8  # steps: how late what has become worth it is seen
 _DEEPEST: Final = 10  # of a draft whose scores are not known yet
 
 
 class Controller:
-    """One step at a time: open, cheap_calls, model_call, admit, close."""
+    """One step at a time: rests, or open, cheap_calls, model_call, admit or pass_by; close."""
 
     def __init__(
         self, beliefs: Beliefs, is_model: Mapping[str, bool], *, itl_target: float | None = None
@@ -78,6 +78,7 @@ class Controller:
         self._looks = Looks(is_model)
         self._called_at = dict.fromkeys(is_model, -EXPLORE_EVERY)
         self._since_plain = 0
+        self._rests_until, self._resting = 0, set[int]()  # step index, and of whom: seq_ids
         self._most_chosen = 8.0  # guesses of one row in one step, lately
         self._num_chains = self._num_trees = 0
         self.overhead = Overhead()
@@ -86,7 +87,7 @@ class Controller:
     # ---- the step --------------------------------------------------------------------------
 
     def open(self, step_idx: int, facts: StepFacts, fixed_seconds: float) -> None:
-        self._step_idx = step_idx
+        self._step_idx, self._rests_until = step_idx, 0
         self._facts = facts
         self._ladder = []
         self._debt = 0.0
@@ -198,10 +199,19 @@ class Controller:
         self._seconds_per_token = 1.0 / won.goodput
         return chosen, won
 
-    def pass_by(self) -> None:
+    def pass_by(self, rows: Seq[AutoRow], names: Seq[str]) -> None:
         """In place of admit, where nobody was asked."""
-        self._since_plain = 0
+        if self.overhead.is_known and not self._is_refresh:
+            self._rests_until = self._looks.next_due(names, self._step_idx, _LONGEST_REST)
+        self._since_plain, self._resting = 0, {row.plan.seq_id for row in rows}
         self._seconds_per_token = 1.0 / self._race(()).goodput
+
+    def rests(self, step_idx: int, seq_ids: Iterable[int]) -> bool:
+        """Whether nobody is due to be asked: then a step with these rows needs no call but this."""
+        if step_idx >= self._rests_until or not self._resting.issuperset(seq_ids):
+            return False
+        self._step_idx, self._debt = step_idx, 0.0
+        return True
 
     def close(self, seconds: float, paid_seconds: float, num_accepted: int) -> None:
         """paid_seconds: of a paid call's draft, which brought num_accepted tokens"""
@@ -285,7 +295,7 @@ class Controller:
         candidates: list[Candidate] = []
         reading = []
         for at, row in enumerate(rows):
-            reading.append(self._reading(name, row))
+            reading.append(beliefs.reading_seconds(row.plan, name) if self._is_model[name] else 0.0)
             track = self._track(row, name)
             hoped: list[float] = []
             if self._step_idx >= track.ask_at:
@@ -371,16 +381,6 @@ class Controller:
                 asked = tuple(zip(rows, sizes, strict=True))
                 best = Call(name, asked, _SHAPE_WIDTH[shape]), emitted / seconds
         return best
-
-    def _reading(self, name: str, row: AutoRow) -> float:
-        """Seconds to read the text first, spread over the steps that will profit."""
-        plan = row.plan
-        unread = self._beliefs.num_unread(plan, name) if self._is_model[name] else 0
-        if unread <= 1:
-            return 0.0
-        remaining = plan.request.max_tokens - (len(plan.history) - len(plan.request.prompt_ids))
-        per_token = self._beliefs.draft_costs[name].per_catch_up
-        return unread * per_token / max(1, min(_AMORTISE, remaining))
 
     def _trial(self, names: Seq[str], rows: Seq[AutoRow]) -> Call | None:
         """A short draft for those that were not tried for long, if the allowance lasts."""

@@ -21,6 +21,14 @@ class Looks:
     def is_due(self, name: str, step_idx: int) -> bool:
         return step_idx >= self._due_at[name]
 
+    def next_due(self, names: Iterable[str], step_idx: int, most: int) -> int:
+        """The step index of the next look at any of them, `most` steps from now at the latest.
+
+        Who is due already was passed by in this step: a model that nothing may be spent on yet.
+        """
+        coming = [self._due_at[name] for name in names if self._due_at[name] > step_idx]
+        return min([*coming, step_idx + most])
+
     def found(self, name: str) -> None:
         """It was worth it: the next step looks again, too."""
         self._wait[name] = 1

@@ -117,15 +117,14 @@ class Speculator:
         chosen = [no_draft(row) for row in rows]
         self._facts = facts_of(rows)
         self._step.attended = self._facts.attended
-        auto, new = list[AutoRow](), list[RowPlan]()
-        by_name: set[str] = set()
+        auto, new, by_name = list[int](), list[RowPlan](), set[str]()  # auto: row indices
         for idx, row in enumerate(rows):
             name = row.request.drafter
             if name == "auto":
                 if row.seq_id not in self._met:
                     new.append(row)
                 if row.max_draft_tokens > 0:
-                    auto.append(AutoRow(idx, row))
+                    auto.append(idx)
             elif name != "none":
                 by_name.add(name)
         if new:
@@ -138,14 +137,17 @@ class Speculator:
                 nodes = {one.idx: range(len(one.judged.chances)) for one in named if one.judged}
                 costs = self.beliefs.verify_costs
                 recording.add(facts, named, nodes, costs, self._fixed_seconds, named=True)
-        if auto:
-            self._draft_by_choice(rows, auto, chosen)
+        may_rest = auto and not by_name and self._recording is None
+        if may_rest and self._controller.rests(self._step_idx, (rows[at].seq_id for at in auto)):
+            for idx in auto:
+                chosen[idx] = without_guess(chosen[idx], "no_proposal")
+        elif auto:
+            self._draft_by_choice(rows, [AutoRow(idx, rows[idx]) for idx in auto], chosen)
         costs, facts = self.beliefs.verify_costs, self._facts
-        seconds = self._clock() - self._started + costs.per_emitted * facts.emitted
         if facts.num_tokens:
             self._step.expected = costs.seconds(facts.num_tokens, facts.num_logits, facts.attended)
-            seconds += self._step.expected
-        return StepDrafts(rows=chosen, seconds=seconds)
+        seconds = self._clock() - self._started + costs.per_emitted * facts.emitted
+        return StepDrafts(rows=chosen, seconds=seconds + self._step.expected)
 
     def _begin(self, rows: Seq[RowPlan]) -> None:
         self._step_idx += 1
@@ -159,8 +161,7 @@ class Speculator:
                 seconds = now - self._started - last.elsewhere
                 self._overhead.observe(last.num_rows, last.num_asked, last.num_guesses, seconds)
         self._step.num_rows = len(rows)
-        self._started = now
-        self._proposed = {}
+        self._started, self._proposed = now, {}
         self._panel.begin(self._step_idx)
         self._draft_seconds = self._paid_seconds = 0.0
 
@@ -228,7 +229,7 @@ class Speculator:
         if self._step.num_asked:
             nodes, _ = controller.admit(auto)
         else:
-            controller.pass_by()
+            controller.pass_by(auto, names)
         if self._recording is not None:
             costs = self.beliefs.verify_costs
             self._recording.add(self._facts, auto, nodes, costs, self._fixed_seconds)
