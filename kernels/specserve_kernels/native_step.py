@@ -89,7 +89,7 @@ def available() -> bool:
 
 
 def row_kernels() -> str:
-    """The instruction set of attention, norms and rotation: avx512, avx2 or portable."""
+    """The instruction set of attention, norms and rotation: amx, avx512, avx2 or portable."""
     return str(library().specserve_row_kernels().decode())
 
 

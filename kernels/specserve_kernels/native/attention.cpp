@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "call_parts.h"
 #include "row_kernels.h"
 
 namespace specserve {
@@ -111,11 +112,18 @@ void AttentionPlan::build(const Segments& segments, const RowPaths& paths, const
   }
 }
 
-size_t attention_scratch_bytes(int64_t head_dim) {
+size_t vector_scratch_bytes(int64_t head_dim) {
   const int64_t stride = (head_dim + 15) / 16 * 16;
   const int64_t floats = head_dim * CHUNK_KEYS + CHUNK_KEYS * stride +
                          MAX_TILE_VECTORS * (3 * stride + PART_KEYS + 4 + 4) + 16 * 16;
   return size_t(floats) * 4;
+}
+
+size_t attention_scratch_bytes(int64_t head_dim) {
+  const int64_t steps = (head_dim + 31) / 32;  // of 32 dimensions: two tiles of 1 KiB over 32 keys
+  const int64_t tiles = MAX_TILE_VECTORS / 16 * steps +
+                        PART_KEYS / CHUNK_KEYS * (1 + 2 * steps) + 2 * steps;
+  return vector_scratch_bytes(head_dim) + size_t(tiles * 1024 + head_dim * 2 + 64);
 }
 
 void run_attention(const AttentionCall& call, const RowKernels& kernel, Pool& pool,
@@ -166,8 +174,11 @@ void run_one_attention(const Segments& segments, const Heads& heads, const KvLay
   pool.run(
       [](void* context, int thread) {
         Run& r = *static_cast<Run*>(context);
+        const FlushTinyNumbers flush;
+        r.kernel.thread_begin();
         std::vector<float> scratch(attention_scratch_bytes(r.call.heads.head_dim) / 4 + 1);
         run_attention(r.call, r.kernel, r.pool, r.next_item, scratch.data(), thread);
+        r.kernel.thread_end();
       },
       &run);
 }

@@ -106,8 +106,9 @@ struct AttentionCall {
   float scale;
 };
 
-// Bytes of scratch that one thread needs for any item.
+// Bytes of scratch that one thread needs for any item; those of the vector kernels come first.
 size_t attention_scratch_bytes(int64_t head_dim);
+size_t vector_scratch_bytes(int64_t head_dim);
 
 // This thread's part of a call, every thread of the pool doing the same; `next_item` starts at 0.
 // Results are complete after the pool's next barrier.

@@ -65,7 +65,7 @@ struct Range {
 };
 
 // Part `thread` of `count` things in units of `unit`.
-Range share(int64_t count, int64_t unit, int thread, int num_threads) {
+inline Range share(int64_t count, int64_t unit, int thread, int num_threads) {
   const int64_t units = (count + unit - 1) / unit;
   return {std::min(count, units * thread / num_threads * unit),
           std::min(count, units * (thread + 1) / num_threads * unit)};

@@ -47,11 +47,15 @@ Processor detect() {
   return found;
 }
 
+const Processor& processor() {
+  static const Processor found = detect();
+  return found;
+}
+
 const Kernels* kernels_named(const char* name) {
-  static const Processor processor = detect();
-  if (processor.amx && std::strcmp(name, "amx") == 0) return &amx_kernels();
-  if (processor.avx512 && std::strcmp(name, "avx512vnni") == 0) return &avx512_kernels();
-  if (processor.avx2 && std::strcmp(name, "avx2") == 0) return &avx2_kernels();
+  if (processor().amx && std::strcmp(name, "amx") == 0) return &amx_kernels();
+  if (processor().avx512 && std::strcmp(name, "avx512vnni") == 0) return &avx512_kernels();
+  if (processor().avx2 && std::strcmp(name, "avx2") == 0) return &avx2_kernels();
   return std::strcmp(name, "portable") == 0 ? &portable_kernels() : nullptr;
 }
 
@@ -148,6 +152,14 @@ void gemm(const Weight& weight, int64_t num_rows, const void* prepared, const fl
 void gemm_thread_begin() { kernels_in_use()->thread_begin(); }
 
 void gemm_thread_end() { kernels_in_use()->thread_end(); }
+
+bool may_use_amx() {
+#if defined(__x86_64__)
+  return processor().amx;
+#else
+  return false;
+#endif
+}
 
 const char* instruction_set(DType dtype) { return kernels_in_use()->names[index(dtype)]; }
 

@@ -71,5 +71,6 @@ void gemm_thread_end();
 // (tests); returns false where this CPU cannot run it. Not while a step runs.
 const char* instruction_set(DType dtype);
 bool choose_instruction_set(const char* name);
+bool may_use_amx();  // int8 and bf16 tiles: this CPU has them, and the system lends them
 
 }  // namespace specserve

@@ -6,29 +6,13 @@
 // weights are the whole cost; beyond, 2 x 2 tiles share their loads. Every output is one chain of
 // tile products in the order of k, whatever the blocking, so bf16 rows never depend on M.
 #if defined(__x86_64__)
+#include "amx_tiles.h"
 #include "gemm_common.h"
 
-#include <immintrin.h>
 #include <type_traits>
 
 namespace specserve {
 namespace {
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-void thread_begin() {
-  static constexpr TileConfig config;
-  // Not _tile_loadconfig: gcc 12 declares only 8 of the 64 bytes as read and drops the stores.
-  asm volatile("ldtilecfg %0" : : "m"(config));
-}
-
-void thread_end() { _tile_release(); }
 
 #define TILE_PRODUCT(C, A, B)        \
   do {                               \
@@ -132,8 +116,8 @@ const Kernels& amx_kernels() {
       {vector.names[0], "amx", "amx"},
       {vector.prepare[0], prepare_bf16, prepare_i8<0>},
       {vector.gemm[0], gemm_bf16, gemm_i8},
-      thread_begin,
-      thread_end,
+      begin_tiles,
+      end_tiles,
   };
   return kernels;
 }

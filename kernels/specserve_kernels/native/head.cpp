@@ -422,6 +422,7 @@ class HeadRun {
     const FlushTinyNumbers flush;
     const HeadStep& step = *step_;
     gemm_thread_begin();
+    kernel_.thread_begin();
     fuse(thread);
     if (thread == 0) plan_attention(0);
     for (int64_t depth = 0;; depth++) {
@@ -437,6 +438,7 @@ class HeadRun {
       if (thread == 0) next_depth(depth + 1);
       pool_.barrier();
     }
+    kernel_.thread_end();
     gemm_thread_end();
   }
 
@@ -450,11 +452,13 @@ class HeadRun {
   void feed(int thread) {
     const FlushTinyNumbers flush;
     gemm_thread_begin();
+    kernel_.thread_begin();
     if (thread == 0) plan_attention(nodes_->depth);
     mix(false, thread);
     project(thread);
     rotate_and_write(thread);
     layer(thread);
+    kernel_.thread_end();
     gemm_thread_end();
   }
 

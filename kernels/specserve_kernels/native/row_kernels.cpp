@@ -4,6 +4,8 @@
 #include <atomic>
 #include <cstring>
 
+#include "gemm.h"
+
 namespace specserve {
 
 namespace {
@@ -14,11 +16,15 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("fma");
 }
+bool has_amx() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && may_use_amx();
+}
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #endif
 
 const RowKernels* by_name(const char* name) {
 #if defined(__x86_64__) || defined(_M_X64)
+  if (!strcmp(name, "amx")) return has_amx() ? amx_row_kernels() : nullptr;
   if (!strcmp(name, "avx512")) return has_avx512() ? avx512_row_kernels() : nullptr;
   if (!strcmp(name, "avx2")) return has_avx2() ? avx2_row_kernels() : nullptr;
 #endif
@@ -26,7 +32,7 @@ const RowKernels* by_name(const char* name) {
 }
 
 const RowKernels* best() {
-  for (const char* name : {"avx512", "avx2"})
+  for (const char* name : {"amx", "avx512", "avx2"})
     if (const RowKernels* found = by_name(name)) return found;
   return portable_row_kernels();
 }

@@ -8,6 +8,8 @@ namespace specserve {
 
 struct RowKernels {
   const char* name;
+  void (*thread_begin)();  // before a thread's first item of attention in a call, and after its last
+  void (*thread_end)();
   // y = x / rms(x) * weight, n values.
   void (*rms_norm)(const float* x, const float* weight, float* y, int64_t n, float eps);
   // Turns the pairs (x[i], x[i + H/2]) of one head by their angles; cos, sin [H/2].
@@ -23,6 +25,7 @@ struct RowKernels {
 };
 
 // nullptr where this binary or CPU has no such set.
+const RowKernels* amx_row_kernels();  // AVX-512, and AMX for attention over KV in bf16
 const RowKernels* avx512_row_kernels();
 const RowKernels* avx2_row_kernels();
 const RowKernels* portable_row_kernels();

@@ -6,8 +6,15 @@ namespace specserve {
 
 const RowKernels* avx2_row_kernels() {
   static const RowKernels table = {
-      "avx2",          avx2::rms_norm, avx2::rotate, avx2::write_kv,
-      avx2::widen_bf16, avx2::attend,   avx2::merge,
+      "avx2",
+      [] {},
+      [] {},
+      avx2::rms_norm,
+      avx2::rotate,
+      avx2::write_kv,
+      avx2::widen_bf16,
+      avx2::attend,
+      avx2::merge,
   };
   return &table;
 }

@@ -6,8 +6,15 @@ namespace specserve {
 
 const RowKernels* avx512_row_kernels() {
   static const RowKernels table = {
-      "avx512",          avx512::rms_norm, avx512::rotate, avx512::write_kv,
-      avx512::widen_bf16, avx512::attend,   avx512::merge,
+      "avx512",
+      [] {},
+      [] {},
+      avx512::rms_norm,
+      avx512::rotate,
+      avx512::write_kv,
+      avx512::widen_bf16,
+      avx512::attend,
+      avx512::merge,
   };
   return &table;
 }

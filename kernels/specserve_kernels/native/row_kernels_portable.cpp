@@ -5,8 +5,15 @@ namespace specserve {
 
 const RowKernels* portable_row_kernels() {
   static const RowKernels table = {
-      "portable",          portable::rms_norm, portable::rotate, portable::write_kv,
-      portable::widen_bf16, portable::attend,   portable::merge,
+      "portable",
+      [] {},
+      [] {},
+      portable::rms_norm,
+      portable::rotate,
+      portable::write_kv,
+      portable::widen_bf16,
+      portable::attend,
+      portable::merge,
   };
   return &table;
 }

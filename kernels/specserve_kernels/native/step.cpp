@@ -338,6 +338,7 @@ struct StepRun {
     const FlushTinyNumbers flush;
     Watch watch = {thread == 0 ? &phases : nullptr};
     gemm_thread_begin();
+    kernel.thread_begin();
     embed(thread);
     pool.barrier();
     for (int64_t idx = 0; idx < model.num_layers; idx++) layer(idx, thread, watch);
@@ -349,6 +350,7 @@ struct StepRun {
     watch.lap(&Phases::rest);
     multiply(head_share, model.head, step.num_logits, Epilogue::STORE, step.logits,
              model.vocab_size, nullptr, thread);
+    kernel.thread_end();
     gemm_thread_end();
     pool.barrier();
     watch.lap(&Phases::head);

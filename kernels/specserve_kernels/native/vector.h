@@ -9,7 +9,11 @@
 #include <cstring>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#if defined(__AMX_BF16__)
+#define SPECSERVE_ISA amx  // the same vectors
+#else
 #define SPECSERVE_ISA avx512
+#endif
 #define SPECSERVE_ISA_AVX512 1
 #include <immintrin.h>
 #elif defined(__AVX2__) && defined(__FMA__)
