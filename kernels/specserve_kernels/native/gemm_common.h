@@ -3,20 +3,19 @@
 // Compiled once per instruction set, so everything is in an anonymous namespace (a shared inline
 // function would be merged by the linker, and AVX-512 code would run on an AVX2 machine). Loops
 // over 16 lanes use only +, *, / and integer operations, each rounded on its own, so the compiler
-// may vectorise them as it likes and no bit depends on the vector length or on the lane.
+// may vectorise them as it likes and no bit depends on the vector length or on the lane; SwiGLU's
+// are the one exception.
 #pragma once
 #include <cstring>
 #include <vector>
 
 #include "gemm_kernels.h"
 #include "gemm_mix.h"
+#include "gemm_swiglu.h"
 
 namespace specserve {
 namespace {
 
-// 1.5 * 2^23: adding it to |v| < 2^22 rounds v to an integer, ties to even, in the low bits.
-constexpr float ROUNDER = 12582912.0f;
-constexpr int32_t ROUNDER_BITS = 0x4b400000;
 // Rows whose largest entry is below 2^-120 count as zero: 127 / amax would overflow.
 constexpr int32_t SMALLEST_AMAX_BITS = 0x03800000;
 constexpr int32_t INFINITY_BITS = 0x7f800000;
@@ -143,62 +142,6 @@ inline void prepare_f32(const PrepareRows& p) {
     if (num_real > 0) std::memcpy(row, p.x + m * p.ldx, static_cast<size_t>(num_real) * 4);
     std::memset(row + num_real, 0, static_cast<size_t>(padded - num_real) * 4);
   }
-}
-
-// x = exp(x), within 2 ulp, with plain multiplications and additions: x = n ln 2 + r,
-// |r| <= ln 2 / 2 (Cody and Waite's split of ln 2), a polynomial of degree 7 (Taylor: its rest is
-// below 2^-27), and 2^n in two factors so that overflow gives Inf and underflow goes through
-// subnormals to 0. NaN stays NaN: both comparisons with it are false.
-//
-// R vectors walk through it side by side: one alone is a chain of 45 operations, of which a core
-// sees too few ahead to fill the time.
-template <int R>
-inline void side_by_side(Floats (&x)[R]) {
-#if defined(__AVX512F__)
-  for (Floats& one : x) asm("" : "+v"(one));  // else gcc walks through it R times
-#else
-  (void)x;
-#endif
-}
-
-template <int R>
-inline void exponential(Floats (&x)[R]) {
-  const Floats most = Floats{} + 110.0f, least = -most;
-  Floats shifted[R], p[R];
-  Ints n[R];
-  for (int i = 0; i < R; ++i) x[i] = x[i] > most ? most : x[i];
-  for (int i = 0; i < R; ++i) x[i] = x[i] < least ? least : x[i];
-  for (int i = 0; i < R; ++i) shifted[i] = x[i] * 1.44269504f + ROUNDER;
-  side_by_side(shifted);
-  for (int i = 0; i < R; ++i) n[i] = (Ints)shifted[i] - ROUNDER_BITS;
-  for (int i = 0; i < R; ++i) shifted[i] = shifted[i] - ROUNDER;
-  for (int i = 0; i < R; ++i) x[i] = x[i] - shifted[i] * 0.693359375f;
-  side_by_side(x);
-  for (int i = 0; i < R; ++i) x[i] = x[i] - shifted[i] * -2.12194440e-4f;
-  side_by_side(x);
-  for (int i = 0; i < R; ++i) p[i] = x[i] * (1.0f / 5040.0f) + 1.0f / 720.0f;
-  for (const float term : {1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f}) {
-    side_by_side(p);
-    for (int i = 0; i < R; ++i) p[i] = p[i] * x[i] + term;
-  }
-  side_by_side(p);
-  for (int i = 0; i < R; ++i) p[i] = p[i] * (x[i] * x[i]) + x[i];
-  side_by_side(p);
-  for (int i = 0; i < R; ++i) p[i] = p[i] + 1.0f;
-  for (int i = 0; i < R; ++i) {
-    const Ints half = n[i] >> 1;
-    x[i] = p[i] * (Floats)((half + 127) << 23) * (Floats)((n[i] - half + 127) << 23);
-  }
-  side_by_side(x);
-}
-
-// gate = silu(gate) * up
-template <int R>
-inline void swiglu(Floats (&gate)[R], const Floats (&up)[R]) {
-  Floats e[R];
-  for (int i = 0; i < R; ++i) e[i] = -gate[i];
-  exponential(e);
-  for (int i = 0; i < R; ++i) gate[i] = gate[i] / (1.0f + e[i]) * up[i];
 }
 
 // Scales and bias of one column tile, padded to 16 lanes.

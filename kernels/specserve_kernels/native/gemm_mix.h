@@ -13,6 +13,9 @@ namespace {
 
 constexpr int LANES = 16;
 constexpr int64_t MIXED = 64;
+// 1.5 * 2^23: adding it to |v| < 2^22 rounds v to an integer, ties to even, in the low bits.
+constexpr float ROUNDER = 12582912.0f;
+constexpr int32_t ROUNDER_BITS = 0x4b400000;
 
 // 16 lanes (a vector extension of gcc and clang: split where registers are shorter). Passed by
 // reference only, since the calling convention of long vectors depends on the instruction set.
