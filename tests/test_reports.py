@@ -107,6 +107,15 @@ def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float]) ->
     assert svg.nice_ticks(low, high) == pytest.approx(ticks)
 
 
+def test_a_log_scale_within_one_digit_has_ticks_too() -> None:
+    """Between 3.1 and 3.4 ms lies none of 1, 2 and 5: such a page fell over."""
+    axes = svg.Axes(x_label="ms", y_label="share", x_is_log=True)
+    one = svg.Series("auto", (svg.Point(3.1, 0.0), svg.Point(3.4, 1.0)), 0)
+    drawn = svg.curves([one], axes, "latency")
+    assert ">3.2<" in drawn
+    assert ">3.3<" in drawn
+
+
 def test_a_cumulative_curve_ends_at_1_and_thins_out_thousands_of_values() -> None:
     points = svg.ecdf([float(value) for value in range(5000)])
     assert len(points) <= 120

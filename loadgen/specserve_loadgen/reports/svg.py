@@ -247,10 +247,15 @@ def _grid(frame: _Frame) -> str:
 
 
 def _log_ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """1, 2 and 5 of each decade; low, high: logarithms"""
+    """1, 2 and 5 of each decade, or even steps where fewer than two of those lie inside
+
+    low, high: logarithms
+    """
     decades = range(math.floor(low), math.ceil(high) + 1)
     values = [m * 10.0**decade for decade in decades for m in (1, 2, 5)]
     inside = [v for v in values if low - 1e-9 <= math.log10(v) <= high + 1e-9]
+    if len(inside) < 2:
+        inside = nice_ticks(10.0**low, 10.0**high)
     return [(value, _short(value)) for value in inside]
 
 
