@@ -13,11 +13,8 @@ import math
 import statistics
 from collections.abc import Sequence
 from itertools import combinations_with_replacement
-from typing import Final
 
-from specserve_loadgen.intervals import LEVEL, Interval
-
-FEWEST: Final = 6  # rounds that tell anything at LEVEL
+from specserve_loadgen.intervals import FEWEST, LEVEL, Interval
 
 
 def rounds_interval(ratios: Sequence[float]) -> Interval:
