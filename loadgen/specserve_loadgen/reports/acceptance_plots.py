@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from specserve_loadgen.intervals import Interval
 from specserve_loadgen.reports import svg
@@ -17,7 +17,7 @@ from specserve_loadgen.reports.document import (
     users,
     with_interval,
 )
-from specserve_loadgen.reports.svg import Axes, Point, Series
+from specserve_loadgen.reports.svg import Axes, Point, Series, estimated, estimates
 from specserve_loadgen.studies.acceptance import AcceptanceStudy, CellResult, Group
 from specserve_loadgen.studies.arms import Arm
 from specserve_loadgen.studies.summary import Position
@@ -67,7 +67,7 @@ def _position_figure(
         Series(
             c.arm.name,
             tuple(
-                _point(place.position - 1, interval)
+                estimated(place.position - 1, interval)
                 for place in c.summary.positions
                 if (interval := pick(place)) is not None
             ),
@@ -99,7 +99,7 @@ def runs(study: AcceptanceStudy) -> Section | None:
             continue
         most = max(len(c.summary.runs) for c in cells)
         series = [
-            Series(c.arm.name, _points(enumerate(c.summary.run_shares)), _style(study, c.arm))
+            Series(c.arm.name, estimates(enumerate(c.summary.run_shares)), _style(study, c.arm))
             for c in cells
         ]
         names = tuple(map(str, range(most)))
@@ -150,7 +150,7 @@ def _groups(
         series = [
             Series(
                 c.arm.name,
-                _points((at, of.get(n)) for at, n in enumerate(names)),
+                estimates((at, of.get(n)) for at, n in enumerate(names)),
                 _style(study, c.arm),
             )
             for c, of in zip(cells, found, strict=True)
@@ -174,7 +174,7 @@ def by_temperature(study: AcceptanceStudy) -> Section | None:
         cells = [c for c in study.cells if c.arm == arm and c.concurrency == least]
         rates = [c.summary.acceptance_rate for c in cells]
         if any(rate is not None for rate in rates):
-            series.append(Series(arm.name, _points(enumerate(rates)), _style(study, arm)))
+            series.append(Series(arm.name, estimates(enumerate(rates)), _style(study, arm)))
             rows.append((arm.name, *(share(rate) for rate in rates)))
     if not series:
         return None
@@ -195,7 +195,7 @@ def speed_up(study: AcceptanceStudy) -> Section | None:
         for arm in study.plan.arms:
             cells = [c for c in study.cells if c.arm == arm and c.temperature == temperature]
             if any(c.speed_up is not None for c in cells):
-                points = _points((at, c.speed_up) for at, c in enumerate(cells))
+                points = estimates((at, c.speed_up) for at, c in enumerate(cells))
                 series.append(Series(arm.name, points, _style(study, arm)))
                 rows.append((arm.name, *(with_interval(c.speed_up) for c in cells)))
         if not series:
@@ -349,14 +349,6 @@ def _least_loaded(
 
 def _style(study: AcceptanceStudy, arm: Arm) -> int:
     return study.plan.arms.index(arm)
-
-
-def _point(x: float, interval: Interval) -> Point:
-    return Point(x, interval.estimate, interval.low, interval.high)
-
-
-def _points(entries: Iterable[tuple[int, Interval | None]]) -> tuple[Point, ...]:
-    return tuple(_point(at, interval) for at, interval in entries if interval is not None)
 
 
 def _padded(cells: Sequence[str], length: int) -> list[str]:

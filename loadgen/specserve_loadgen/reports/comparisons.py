@@ -18,7 +18,7 @@ from specserve_loadgen.reports.document import (
     with_interval,
 )
 from specserve_loadgen.reports.measurements import Measurement, measured
-from specserve_loadgen.reports.svg import Axes, Point, Series
+from specserve_loadgen.reports.svg import Axes, Series, estimated
 from specserve_loadgen.studies.ab import AbStudy, Measured, Side
 from specserve_loadgen.studies.capacity import CapacityStudy
 from specserve_loadgen.studies.difference import Difference
@@ -29,7 +29,7 @@ def ab_document(study: AbStudy) -> Document:
     rows = tuple(_ab_row(one) for one in study.measures)
     shown = [one for one in study.measures if one.b_over_a is not None]
     names = tuple(one.name for one in shown)
-    points = tuple(_point(at, one.b_over_a) for at, one in enumerate(shown) if one.b_over_a)
+    points = tuple(estimated(at, one.b_over_a) for at, one in enumerate(shown) if one.b_over_a)
     axes = Axes(x_label="measure", y_label="B / A", x_names=names, reference=1.0)
     text = (
         "Each pair of blocks had the same prompts and seeds, minutes apart at most; B / A is the "
@@ -257,7 +257,7 @@ def capacity_document(study: CapacityStudy) -> Document:
     plan = study.plan
     known = {name: getattr(plan.slo, name) for name in plan.slo.__struct_fields__}  # its own fields
     limits = [f"{name} at most {v * 1e3:g} ms" for name, v in known.items() if v is not None]
-    points = tuple(_point(level.rate, level.good) for level in study.levels)
+    points = tuple(estimated(level.rate, level.good) for level in study.levels)
     axes = Axes(
         x_label="requests per second offered",
         y_label="share good",
@@ -331,7 +331,3 @@ def capacity_measurements(study: CapacityStudy) -> list[Measurement]:
         }
         rows += measured({"load": f"{level.rate:.4g}"}, values)
     return rows
-
-
-def _point(x: float, interval: Interval) -> Point:
-    return Point(x, interval.estimate, interval.low, interval.high)

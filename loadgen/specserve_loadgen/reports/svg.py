@@ -6,11 +6,13 @@ Series differ in colour, marker and dash, so that a print in grey still tells th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Final
 
 import msgspec
+
+from specserve_loadgen.intervals import Interval
 
 WIDTH: Final = 560
 HEIGHT: Final = 300
@@ -25,6 +27,15 @@ class Point(msgspec.Struct, frozen=True):
     y: float
     low: float | None = None
     high: float | None = None
+
+
+def estimated(x: float, interval: Interval) -> Point:
+    return Point(x, interval.estimate, interval.low, interval.high)
+
+
+def estimates(entries: Iterable[tuple[float, Interval | None]]) -> tuple[Point, ...]:
+    """Of what is known."""
+    return tuple(estimated(x, interval) for x, interval in entries if interval is not None)
 
 
 class Series(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from specserve_loadgen.reports.document import (
     with_interval,
 )
 from specserve_loadgen.reports.measurements import Measurement, measured
-from specserve_loadgen.reports.svg import Axes, Point, Series
+from specserve_loadgen.reports.svg import Axes, Series, estimates
 from specserve_loadgen.sweep import Sweep, SweepLevel
 
 
@@ -86,11 +86,7 @@ def _row(level: SweepLevel) -> tuple[str, ...]:
 
 
 def _speeds(sweep: Sweep, names: tuple[str, ...]) -> str:
-    points = tuple(
-        Point(at, one.estimate, one.low, one.high)
-        for at, level in enumerate(sweep.levels)
-        if (one := level.tokens_per_second) is not None
-    )
+    points = estimates(enumerate(level.tokens_per_second for level in sweep.levels))
     axes = Axes(x_label="users at once", y_label="output tokens per second", x_names=names)
     return svg.lines([Series("tokens/s", points, 0)], axes, "Output tokens per second by users")
 
@@ -103,12 +99,7 @@ def _waits(sweep: Sweep, names: tuple[str, ...]) -> str:
             ("p99", [level.ttft_p99 for level in sweep.levels]),
         )
     ):
-        points = tuple(
-            Point(at, one.estimate, one.low, one.high)
-            for at, one in enumerate(found)
-            if one is not None
-        )
-        series.append(Series(name, points, style))
+        series.append(Series(name, estimates(enumerate(found)), style))
     axes = Axes(x_label="users at once", y_label="seconds", x_names=names)
     return svg.lines(series, axes, "Time to the first token by users")
 
